@@ -1,0 +1,4 @@
+//go:build depskeep
+
+// Package internal keeps requirements in go.mod while packages are being written.
+package internal
