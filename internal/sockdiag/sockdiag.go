@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package sockdiag wraps NETLINK_SOCK_DIAG (sock_diag(7)): which UDP sockets of
+// the current network namespace have a port, and who they belong to.
+//
+// It needs no capability. It needs Linux 4.2 for INET_DIAG_SKV6ONLY; the
+// kernel's module udp_diag is loaded on demand.
+package sockdiag
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+)
+
+// Socket is a UDP socket as the kernel describes it.
+type Socket struct {
+	// Family is unix.AF_INET or unix.AF_INET6.
+	Family int
+	// Local is the address that the socket is bound to. IPv4 addresses are IPv4
+	// where the family is, and IPv4-mapped where an IPv6 socket is bound to one.
+	Local netip.AddrPort
+	// Peer is valid when the socket is connected.
+	Peer netip.AddrPort
+	// V6Only is IPV6_V6ONLY. The kernel sets it when a socket is bound to a
+	// specific IPv6 address that is not IPv4-mapped. It does not tell it of
+	// connected sockets, where it is false here.
+	V6Only bool
+	// Device is the index of the device that the socket is bound to
+	// (SO_BINDTODEVICE), 0 when it is bound to none.
+	Device int
+	// UID is the user that made the socket (fchown changes it), as the caller's
+	// user namespace sees it.
+	UID uint32
+	// Inode names the socket in /proc/PID/fd.
+	Inode uint32
+	// Cookie names the socket in the kernel until it restarts (SO_COOKIE).
+	Cookie uint64
+}
+
+// Sizes and offsets of struct inet_diag_req_v2 and inet_diag_msg
+// (linux/inet_diag.h).
+const (
+	sizeofRequest = 8 + sizeofID
+	sizeofMessage = 4 + sizeofID + 20
+	sizeofID      = 48
+
+	attrV6Only = 11 // INET_DIAG_SKV6ONLY
+)
+
+// request is struct inet_diag_req_v2.
+type request struct {
+	family uint8
+	port   uint16
+}
+
+func (r request) Len() int { return sizeofRequest }
+
+func (r request) Serialize() []byte {
+	b := make([]byte, 0, sizeofRequest)
+	b = append(b, r.family, unix.IPPROTO_UDP, 0 /* extensions */, 0)
+	b = binary.NativeEndian.AppendUint32(b, ^uint32(0)) // all states
+	b = binary.BigEndian.AppendUint16(b, r.port)
+	return b[:sizeofRequest] // any peer, address, device and cookie
+}
+
+// UDP lists the sockets of the network namespace of the calling thread, IPv4
+// and IPv6, that are bound to the port.
+//
+// The kernel does not give a snapshot: what is bound or closed during the call
+// may or may not be listed.
+func UDP(port uint16) ([]Socket, error) {
+	var sockets []Socket
+	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
+		req := nl.NewNetlinkRequest(nl.SOCK_DIAG_BY_FAMILY, unix.NLM_F_DUMP)
+		req.AddData(request{family, port})
+		messages, err := req.Execute(unix.NETLINK_INET_DIAG, nl.SOCK_DIAG_BY_FAMILY)
+		if errors.Is(err, unix.ENOENT) {
+			return nil, fmt.Errorf("list UDP sockets: %w: load the kernel module udp_diag (%w)", errors.ErrUnsupported, err)
+		}
+		if err != nil && !errors.Is(err, nl.ErrDumpInterrupted) {
+			return nil, fmt.Errorf("list UDP sockets: %w", err)
+		}
+		for _, m := range messages {
+			s, err := parse(m)
+			if err != nil {
+				return nil, fmt.Errorf("list UDP sockets: %w", err)
+			}
+			// The kernel goes through its table in steps. What moves there
+			// meanwhile can come twice.
+			if s.Local.Port() == port && !slices.ContainsFunc(sockets, func(o Socket) bool { return o.Cookie == s.Cookie }) {
+				sockets = append(sockets, s)
+			}
+		}
+	}
+	return sockets, nil
+}
+
+// parse reads struct inet_diag_msg and the attributes that follow it.
+func parse(b []byte) (Socket, error) {
+	if len(b) < sizeofMessage {
+		return Socket{}, fmt.Errorf("parse socket: %d bytes, want %d", len(b), sizeofMessage)
+	}
+	id, rest := b[4:4+sizeofID], b[4+sizeofID:sizeofMessage]
+	s := Socket{
+		Family: int(b[0]),
+		Device: int(binary.NativeEndian.Uint32(id[36:])),
+		// The cookie is two words, the lower half first (sock_diag_save_cookie).
+		Cookie: uint64(binary.NativeEndian.Uint32(id[40:])) | uint64(binary.NativeEndian.Uint32(id[44:]))<<32,
+		UID:    binary.NativeEndian.Uint32(rest[12:]),
+		Inode:  binary.NativeEndian.Uint32(rest[16:]),
+	}
+	address := func(b []byte) netip.Addr {
+		if s.Family == unix.AF_INET6 {
+			return netip.AddrFrom16([16]byte(b[:16]))
+		}
+		return netip.AddrFrom4([4]byte(b[:4]))
+	}
+	if s.Family != unix.AF_INET && s.Family != unix.AF_INET6 {
+		return Socket{}, fmt.Errorf("parse socket: family %d", s.Family)
+	}
+	s.Local = netip.AddrPortFrom(address(id[4:]), binary.BigEndian.Uint16(id[0:]))
+	if peer := binary.BigEndian.Uint16(id[2:]); peer != 0 {
+		s.Peer = netip.AddrPortFrom(address(id[20:]), peer)
+	}
+	attributes, err := nl.ParseRouteAttr(b[sizeofMessage:])
+	if err != nil {
+		return Socket{}, fmt.Errorf("parse socket: attributes: %w", err)
+	}
+	for _, a := range attributes {
+		if a.Attr.Type == attrV6Only && len(a.Value) > 0 {
+			s.V6Only = a.Value[0] != 0
+		}
+	}
+	return s, nil
+}
+
+// Process is a process that has a descriptor of a socket.
+type Process struct {
+	PID     int
+	Command string // as in /proc/PID/comm
+}
+
+func (p Process) String() string { return fmt.Sprintf("%s (pid %d)", p.Command, p.PID) }
+
+// Owners finds the processes that hold the sockets with the given inodes, in
+// the order of their PIDs. Processes that the caller may not look into
+// (another user's, without CAP_SYS_PTRACE), that are in another PID namespace,
+// or that end meanwhile are left out.
+//
+// It reads all descriptors of all processes: it is for the text of an error.
+func Owners(inodes ...uint32) map[uint32][]Process {
+	wanted := make(map[string]uint32, len(inodes))
+	for _, inode := range inodes {
+		wanted[fmt.Sprintf("socket:[%d]", inode)] = inode
+	}
+	owners := make(map[uint32][]Process)
+	if len(wanted) == 0 {
+		return owners
+	}
+	processes, err := os.ReadDir("/proc")
+	if err != nil {
+		return owners
+	}
+	var pids []int
+	for _, p := range processes {
+		if pid, err := strconv.Atoi(p.Name()); err == nil {
+			pids = append(pids, pid)
+		}
+	}
+	slices.Sort(pids)
+	for _, pid := range pids {
+		dir := filepath.Join("/proc", strconv.Itoa(pid))
+		descriptors, err := os.ReadDir(filepath.Join(dir, "fd"))
+		if err != nil {
+			continue
+		}
+		found := make(map[uint32]bool)
+		for _, d := range descriptors {
+			target, err := os.Readlink(filepath.Join(dir, "fd", d.Name()))
+			if err != nil {
+				continue
+			}
+			if inode, ok := wanted[target]; ok && !found[inode] {
+				found[inode] = true
+				owners[inode] = append(owners[inode], Process{pid, command(dir)})
+			}
+		}
+	}
+	return owners
+}
+
+func command(dir string) string {
+	comm, err := os.ReadFile(filepath.Join(dir, "comm"))
+	if err != nil {
+		return "?"
+	}
+	return strings.TrimSuffix(string(comm), "\n")
+}
