@@ -22,7 +22,8 @@ import (
 
 func bindToDevice(device string) func(string, string, syscall.RawConn) error {
 	return func(_, _ string, c syscall.RawConn) (err error) {
-		return errors.Join(c.Control(func(fd uintptr) { err = unix.BindToDevice(int(fd), device) }), err)
+		err2 := c.Control(func(fd uintptr) { err = unix.BindToDevice(int(fd), device) })
+		return errors.Join(err, err2)
 	}
 }
 
