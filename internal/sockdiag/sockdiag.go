@@ -132,14 +132,17 @@ func parse(b []byte) (Socket, error) {
 	if peer := binary.BigEndian.Uint16(id[2:]); peer != 0 {
 		s.Peer = netip.AddrPortFrom(address(id[20:]), peer)
 	}
-	attributes, err := nl.ParseRouteAttr(b[sizeofMessage:])
-	if err != nil {
-		return Socket{}, fmt.Errorf("parse socket: attributes: %w", err)
-	}
-	for _, a := range attributes {
-		if a.Attr.Type == attrV6Only && len(a.Value) > 0 {
-			s.V6Only = a.Value[0] != 0
+	// Attributes are length, type, value, and padding to a multiple of four,
+	// which the last one may lack.
+	for a := b[sizeofMessage:]; len(a) >= 4; {
+		length := int(binary.NativeEndian.Uint16(a))
+		if length < 4 || length > len(a) {
+			return Socket{}, fmt.Errorf("parse socket: attribute of %d bytes in %d", length, len(a))
 		}
+		if binary.NativeEndian.Uint16(a[2:]) == attrV6Only && length > 4 {
+			s.V6Only = a[4] != 0
+		}
+		a = a[min((length+3)&^3, len(a)):]
 	}
 	return s, nil
 }

@@ -3,7 +3,6 @@
 package sockdiag
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"net"
@@ -318,11 +317,38 @@ func TestParseRefuses(t *testing.T) {
 	}
 }
 
+func TestParseAttributes(t *testing.T) {
+	message := make([]byte, sizeofMessage)
+	message[0] = unix.AF_INET6
+	other := []byte{5, 0, 8, 0, 0xff, 0, 0, 0}
+	on := []byte{5, 0, attrV6Only, 0, 1, 0, 0, 0}
+	for name, tc := range map[string]struct {
+		attributes []byte
+		want       bool
+	}{
+		"none":           {nil, false},
+		"on":             {on, true},
+		"off":            {[]byte{5, 0, attrV6Only, 0, 0, 0, 0, 0}, false},
+		"no padding":     {on[:5], true},
+		"no value":       {[]byte{4, 0, attrV6Only, 0}, false},
+		"after others":   {slices.Concat(other, other, on), true},
+		"among others":   {slices.Concat(other, on, other), true},
+		"others":         {other, false},
+		"trailing bytes": {slices.Concat(on, []byte{1, 2, 3}), true},
+	} {
+		s, err := parse(slices.Concat(message, tc.attributes))
+		if err != nil || s.V6Only != tc.want {
+			t.Errorf("%s: V6Only %t, %v; want %t", name, s.V6Only, err, tc.want)
+		}
+	}
+}
+
 func FuzzParse(f *testing.F) {
 	whole := make([]byte, sizeofMessage)
 	whole[0] = unix.AF_INET6
 	f.Add(whole)
-	f.Add(append(bytes.Clone(whole), 5, 0, attrV6Only, 0, 1, 0, 0, 0))
+	f.Add(slices.Concat(whole, []byte{5, 0, attrV6Only, 0, 1, 0, 0, 0}))
+	f.Add(slices.Concat(whole, []byte{5, 0, attrV6Only, 0, 1}))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		s, err := parse(b)
 		if err == nil && s.Family != unix.AF_INET && s.Family != unix.AF_INET6 {
