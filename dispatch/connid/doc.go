@@ -116,9 +116,12 @@
 // What depends on it. An ID is a routing hint and authenticates nobody: whoever
 // saw one can send it again, and it verifies for as long as its generation owns
 // the slot. What a forged ID buys is a packet at another socket of the same
-// service, which does not know the ID and answers it like any unknown one. The
-// secrecy and integrity of a connection are QUIC's own packet protection and do
-// not rest on this package.
+// service, which does not know the ID and answers it like any unknown one. That
+// is no oracle for stateless resets (RFC 9000, section 21.11), even where all
+// sockets share the reset key: the token in the answer belongs to the altered
+// ID, and an unaltered one goes where its connection is. The secrecy and
+// integrity of a connection are QUIC's own packet protection and do not rest on
+// this package.
 //
 // Comparing tags needs no constant time. They are compared as one 32-bit
 // number, so there is no position of a first difference to measure, and whether
