@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * What the data plane and the control plane share: every number once. The Go
+ * side gets it through bpf2go; nothing here is repeated by hand.
+ */
+#ifndef INSTAR_ABI_H
+#define INSTAR_ABI_H
+
+#include <linux/types.h>
+
+enum instar_abi {
+	/* Version of everything in this file. A library that meets another one
+	 * refuses and touches nothing. */
+	INSTAR_LAYOUT = 1,
+	/* Generations and workers that the identifier format can name. */
+	INSTAR_SLOTS = 256,
+	INSTAR_WORKERS = 256,
+	/* Orders of last resort: the one that control.active names, and room for
+	 * the next ones to be written aside. */
+	INSTAR_ORDERS = 4,
+	/* Bytes of a connection ID's trailer (masked handle and tag), and the
+	 * range of the prefix in front of it. */
+	INSTAR_CID_TRAILER = 6,
+	INSTAR_PREFIX_MIN = 8,
+	INSTAR_PREFIX_MAX = 14,
+};
+
+enum instar_steering {
+	INSTAR_STEERING_UNSPEC,
+	INSTAR_STEERING_QUIC,
+	INSTAR_STEERING_STATELESS,
+};
+
+/* The one named outcome of a packet. */
+enum instar_verdict {
+	/* An identifier of ours named a live socket. */
+	INSTAR_VERDICT_OWNER,
+	/* A flow (with QUIC: a handshake under way) that was remembered. */
+	INSTAR_VERDICT_KNOWN,
+	/* A new flow, given to the active generation. */
+	INSTAR_VERDICT_NEW,
+	/* An identifier of ours whose socket is gone: to the active generation,
+	 * which answers with a stateless reset. */
+	INSTAR_VERDICT_ORPHAN,
+	/* Nothing that we made and no start of a flow: to the active one. */
+	INSTAR_VERDICT_UNKNOWN,
+	/* Not a packet of the protocol: to the active one, which may speak
+	 * another protocol on the same port. */
+	INSTAR_VERDICT_INVALID,
+	/* The active generation has no live socket (or there is none): given to
+	 * the next in the order of last resort. */
+	INSTAR_VERDICT_FALLBACK,
+	/* No registered socket lives. */
+	INSTAR_VERDICT_DROP,
+	INSTAR_VERDICTS,
+};
+
+/* Stage of an entry of the table, for the control plane alone. */
+enum instar_stage {
+	INSTAR_STAGE_FREE,
+	/* A process is binding and registering; after a crash: free. */
+	INSTAR_STAGE_JOINING,
+	INSTAR_STAGE_JOINED,
+	/* Out of the order, its sockets being read to the end. */
+	INSTAR_STAGE_LEAVING,
+};
+
+/* What the packet path reads of a generation; index is the slot. */
+struct instar_slot {
+	/* Number of the generation that has or last had the slot; 0: none yet.
+	 * Kept after its end so that its identifiers are still told from
+	 * strangers', until the slot is used again. */
+	__u32 number;
+	__u16 workers;
+	/* Set by the data plane when no worker was left. */
+	__u8 exhausted;
+	__u8 pad;
+};
+
+/* The order of last resort: the active slot, the ones that were active before
+ * it (latest first), then the staged ones (newest first). */
+struct instar_order {
+	__u16 activated;
+	__u16 total;
+	__u32 pad;
+	__u8 slot[INSTAR_SLOTS];
+};
+
+/* What the control plane remembers of a generation; index is the slot. Times
+ * are CLOCK_MONOTONIC nanoseconds, 0: never. */
+struct instar_info {
+	__u32 stage;
+	__u32 number;
+	__u32 pid;
+	__u32 pid_namespace;
+	__u64 pid_start;
+	__u64 joined;
+	__u64 activated;
+	__u64 superseded;
+	__u64 deadline;
+	/* Packets of the slot's counter that belong to its earlier users. */
+	__u64 packets_before;
+	__u8 build[32];
+};
+
+/*
+ * The group. Written by the control plane under the folder's lock, read by the
+ * packet path without one.
+ *
+ * active is the whole truth about who is active: one 64-bit store changes it.
+ *   bits  0..31  number of the active generation, 0: none
+ *   bits 32..39  its slot
+ *   bits 40..47  index into orders
+ *   bits 48..63  its workers
+ */
+struct instar_control {
+	__u32 layout;
+	__u32 steering;
+	__u32 max_generations;
+	__u32 max_workers;
+	__u32 flow_entries;
+	__u32 prefix;
+	__u32 next_number;
+	__u32 pad;
+	__u64 active;
+	/* Counts changes; for those who wait for one. */
+	__u64 changes;
+	__u8 service[64];
+	__u8 network[8];
+	__u8 address[64];
+	__u8 device[16];
+	__u8 program[64];
+	struct instar_order orders[INSTAR_ORDERS];
+	struct instar_slot slots[INSTAR_SLOTS];
+	struct instar_info info[INSTAR_SLOTS];
+};
+
+/* Written once, with the group. The keys are derived from master. */
+struct instar_secrets {
+	__u8 master[32];
+	__u64 cid[2];
+	__u64 mul_handle;
+	__u64 mul_generation;
+	__u64 affinity[2];
+};
+
+/* Value of the flows map: who has the flow. Valid while the slot of the handle
+ * still has that generation. */
+struct instar_flow {
+	__u32 generation;
+	__u16 handle;
+	__u16 pad;
+};
+
+struct instar_traffic {
+	__u64 packets;
+	/* CLOCK_MONOTONIC nanoseconds, refreshed once a tick. */
+	__u64 last;
+	__u64 tick;
+};
+
+/* One for each CPU. */
+struct instar_counters {
+	__u64 verdicts[INSTAR_VERDICTS];
+	struct instar_traffic slots[INSTAR_SLOTS];
+};
+
+#endif

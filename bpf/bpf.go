@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/cilium/ebpf"
+)
+
+// The shared structures of abi.h, as Go sees them in mapped memory. The aliases
+// are the only names by which other packages know them.
+type (
+	Control  = quicInstarControl
+	Slot     = quicInstarSlot
+	Order    = quicInstarOrder
+	Info     = quicInstarInfo
+	Secrets  = quicInstarSecrets
+	Flow     = quicInstarFlow
+	Counters = quicInstarCounters
+	Verdict  = quicInstarVerdict
+)
+
+// Numbers of abi.h.
+const (
+	// Layout is the version of the maps that this build reads and writes.
+	Layout     = uint32(quicInstarAbiINSTAR_LAYOUT)
+	MaxSlots   = int(quicInstarAbiINSTAR_SLOTS)
+	MaxWorkers = int(quicInstarAbiINSTAR_WORKERS)
+	Orders     = int(quicInstarAbiINSTAR_ORDERS)
+	PrefixMin  = int(quicInstarAbiINSTAR_PREFIX_MIN)
+	PrefixMax  = int(quicInstarAbiINSTAR_PREFIX_MAX)
+
+	StageFree    = uint32(quicInstarStageINSTAR_STAGE_FREE)
+	StageJoining = uint32(quicInstarStageINSTAR_STAGE_JOINING)
+	StageJoined  = uint32(quicInstarStageINSTAR_STAGE_JOINED)
+	StageLeaving = uint32(quicInstarStageINSTAR_STAGE_LEAVING)
+
+	SteeringQUIC      = uint32(quicInstarSteeringINSTAR_STEERING_QUIC)
+	SteeringStateless = uint32(quicInstarSteeringINSTAR_STEERING_STATELESS)
+
+	VerdictOwner    = quicInstarVerdictINSTAR_VERDICT_OWNER
+	VerdictKnown    = quicInstarVerdictINSTAR_VERDICT_KNOWN
+	VerdictNew      = quicInstarVerdictINSTAR_VERDICT_NEW
+	VerdictOrphan   = quicInstarVerdictINSTAR_VERDICT_ORPHAN
+	VerdictUnknown  = quicInstarVerdictINSTAR_VERDICT_UNKNOWN
+	VerdictInvalid  = quicInstarVerdictINSTAR_VERDICT_INVALID
+	VerdictFallback = quicInstarVerdictINSTAR_VERDICT_FALLBACK
+	VerdictDrop     = quicInstarVerdictINSTAR_VERDICT_DROP
+	Verdicts        = int(quicInstarVerdictINSTAR_VERDICTS)
+)
+
+// VerdictNames are the words for verdicts in listings and metrics, by number.
+var VerdictNames = [Verdicts]string{
+	VerdictOwner:    "owner",
+	VerdictKnown:    "known",
+	VerdictNew:      "new",
+	VerdictOrphan:   "orphan",
+	VerdictUnknown:  "unknown",
+	VerdictInvalid:  "invalid",
+	VerdictFallback: "fallback",
+	VerdictDrop:     "drop",
+}
+
+// Names of a group's maps in its program's object.
+const (
+	MapSockets  = quicMapSockets
+	MapFlows    = quicMapFlows
+	MapVerdicts = quicMapVerdicts
+	MapControl  = ".data.control"
+	MapSecrets  = ".data.secrets"
+)
+
+// Config sizes the maps and programs of one group.
+type Config struct {
+	// Steering is SteeringQUIC or SteeringStateless.
+	Steering uint32
+	// MaxGenerations and MaxWorkers give the socket map its size.
+	MaxGenerations, MaxWorkers int
+	// FlowEntries is the size of the flow table; ignored where the steering
+	// has none.
+	FlowEntries int
+	// Prefix is the length of connection-ID prefixes, PrefixMin to PrefixMax.
+	Prefix int
+}
+
+// ErrSteering means that this build has no data plane of that number.
+var ErrSteering = errors.New("unknown steering")
+
+// Spec returns the data plane of one group, sized and with its constants set,
+// and the name of its program. Minimum kernel: 5.7 (global functions, mapped
+// arrays, bounded loops, the jiffies helper); loading needs CAP_BPF and
+// CAP_NET_ADMIN.
+func Spec(c Config) (*ebpf.CollectionSpec, string, error) {
+	var load func() (*ebpf.CollectionSpec, error)
+	var program string
+	switch c.Steering {
+	case SteeringQUIC:
+		load, program = loadQuic, quicProgQuic
+	case SteeringStateless:
+		load, program = loadStateless, statelessProgStateless
+	default:
+		return nil, "", fmt.Errorf("%w %d", ErrSteering, c.Steering)
+	}
+	spec, err := load()
+	if err != nil {
+		return nil, "", fmt.Errorf("read data plane: %w", err)
+	}
+	if err := configure(spec, c); err != nil {
+		return nil, "", err
+	}
+	return spec, program, nil
+}
+
+func configure(spec *ebpf.CollectionSpec, c Config) error {
+	if err := spec.Variables[quicVarMaxWorkers].Set(uint32(c.MaxWorkers)); err != nil {
+		return fmt.Errorf("set constant %s: %w", quicVarMaxWorkers, err)
+	}
+	if v := spec.Variables[quicVarPrefix]; v != nil {
+		if err := v.Set(uint32(c.Prefix)); err != nil {
+			return fmt.Errorf("set constant %s: %w", quicVarPrefix, err)
+		}
+	}
+	spec.Maps[MapSockets].MaxEntries = uint32(c.MaxGenerations * c.MaxWorkers)
+	if m := spec.Maps[MapFlows]; m != nil {
+		m.MaxEntries = uint32(c.FlowEntries)
+	}
+	return nil
+}

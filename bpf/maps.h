@@ -1,0 +1,58 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* The maps of a group. Each group has its own; sizes are set when it is made. */
+#ifndef INSTAR_MAPS_H
+#define INSTAR_MAPS_H
+
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+
+#include "abi.h"
+
+/* Never change while a program runs: the verifier sees them as constants. They
+ * repeat what control says. */
+const volatile __u32 max_workers = 64;
+const volatile __u32 prefix = INSTAR_PREFIX_MIN;
+
+/* Keeps the enums in the object's type information, from where Go takes them. */
+struct instar_enums {
+	enum instar_abi abi;
+	enum instar_steering steering;
+	enum instar_verdict verdict;
+	enum instar_stage stage;
+};
+const volatile struct instar_enums enums;
+
+/* Who is there and who is active. Written by the control plane, except for
+ * slots[].exhausted. Mapped into the processes of the group. */
+struct instar_control control SEC(".data.control");
+
+/* Written once by the control plane when the group is made. */
+struct instar_secrets secrets SEC(".data.secrets");
+
+/* slot * max_workers + worker -> socket. Written by the control plane; the
+ * kernel empties an entry when its socket closes. */
+struct {
+	__uint(type, BPF_MAP_TYPE_REUSEPORT_SOCKARRAY);
+	__type(key, __u32);
+	__type(value, __u64);
+	__uint(max_entries, 1);
+} sockets SEC(".maps");
+
+/* Keyed hash of a client-chosen connection ID -> who has the handshake.
+ * Written by the packet path. Shared by all CPUs. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__type(key, __u64);
+	__type(value, struct instar_flow);
+	__uint(max_entries, 64);
+} flows SEC(".maps");
+
+/* Key 0. Written by the packet path. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__type(key, __u32);
+	__type(value, struct instar_counters);
+	__uint(max_entries, 1);
+} verdicts SEC(".maps");
+
+#endif

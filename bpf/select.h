@@ -1,0 +1,120 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* Choosing a socket, and counting what was chosen. */
+#ifndef INSTAR_SELECT_H
+#define INSTAR_SELECT_H
+
+#include <linux/bpf.h>
+#include <stdbool.h>
+#include <bpf/bpf_helpers.h>
+
+#include "abi.h"
+#include "maps.h"
+
+/* A choice: slot << 8 | worker, and whether it was the last resort. */
+enum {
+	CHOSEN_FALLBACK = 1 << 16,
+	CHOSEN_NONE = -1,
+};
+
+/* Gives the packet to a socket. False when the socket is gone. */
+static __always_inline bool select_socket(struct sk_reuseport_md *ctx, __u32 slot, __u32 worker)
+{
+	__u32 index = slot * max_workers + worker;
+
+	return bpf_sk_select_reuseport(ctx, &sockets, &index, 0) == 0;
+}
+
+/* A worker's share: hash * workers >> 32. */
+static __always_inline __u32 share(__u32 hash, __u32 workers)
+{
+	return (__u64)hash * workers >> 32;
+}
+
+/*
+ * Any worker of the generation in a slot, CHOSEN_NONE when all are gone. The
+ * first try is the worker that a second hash names, so that the share of a dead
+ * worker is spread over its siblings. A generation without a worker is marked:
+ * workers never come back, and the next packet need not look.
+ *
+ * Global, so that the verifier walks it once and not for each caller.
+ */
+__noinline int select_worker(struct sk_reuseport_md *ctx, __u32 slot, __u32 hash)
+{
+	struct instar_slot *s = &control.slots[slot & (INSTAR_SLOTS - 1)];
+	__u32 workers = s->workers;
+	__u32 first = share(hash * 0x9e3779b1u, workers);
+
+	if (s->exhausted)
+		return CHOSEN_NONE;
+	for (__u32 i = 0; i < INSTAR_WORKERS && i < workers; i++) {
+		__u32 worker = first + i;
+
+		if (worker >= workers)
+			worker -= workers;
+		if (select_socket(ctx, slot, worker))
+			return worker & 0xff;
+	}
+	s->exhausted = 1;
+	return CHOSEN_NONE;
+}
+
+/* The order of last resort. */
+__noinline int select_any(struct sk_reuseport_md *ctx, __u32 hash)
+{
+	const struct instar_order *order =
+		&control.orders[control.active >> 40 & (INSTAR_ORDERS - 1)];
+
+	for (__u32 i = 0; i < INSTAR_SLOTS && i < order->total; i++) {
+		__u32 slot = order->slot[i];
+		int worker = select_worker(ctx, slot, hash);
+
+		if (worker < 0)
+			continue;
+		/* The first place is the active one's, when there is one. */
+		if (i || !order->activated)
+			slot |= CHOSEN_FALLBACK >> 8;
+		return slot << 8 | (worker & 0xff);
+	}
+	return CHOSEN_NONE;
+}
+
+/* A worker of the active generation, or the last resort. */
+static __always_inline int select_active(struct sk_reuseport_md *ctx, __u32 hash)
+{
+	__u64 active = *(volatile __u64 *)&control.active;
+	__u32 slot = active >> 32 & 0xff;
+	__u32 worker = share(hash, active >> 48);
+
+	if (select_socket(ctx, slot, worker))
+		return slot << 8 | worker;
+	return select_any(ctx, hash);
+}
+
+/* Counts the packet and ends it. */
+static __always_inline int finish(int verdict, int chosen)
+{
+	__u32 zero = 0;
+	struct instar_counters *c = bpf_map_lookup_elem(&verdicts, &zero);
+	struct instar_traffic *t;
+	__u64 tick;
+
+	if (chosen < 0)
+		verdict = INSTAR_VERDICT_DROP;
+	else if (chosen & CHOSEN_FALLBACK)
+		verdict = INSTAR_VERDICT_FALLBACK;
+	if (!c)
+		return SK_DROP;
+	c->verdicts[verdict]++;
+	if (chosen < 0)
+		return SK_DROP;
+	t = &c->slots[chosen >> 8 & 0xff];
+	t->packets++;
+	tick = bpf_jiffies64();
+	if (t->tick != tick) {
+		t->tick = tick;
+		t->last = bpf_ktime_get_ns();
+	}
+	return SK_PASS;
+}
+
+#endif
