@@ -235,11 +235,12 @@ func TestReplacedWhileWaiting(t *testing.T) {
 		got <- l
 	}()
 	aside := filepath.Join(filepath.Dir(dir), "aside")
-	if err := errors.Join(os.Mkdir(aside, 0o755), os.Remove(dir), os.Rename(aside, dir)); err != nil {
+	if err := errors.Join(os.Mkdir(aside, 0o755), os.Rename(aside, dir)); err != nil {
 		t.Fatal(err)
 	}
 	second := <-got
 	if second == nil {
+		mustUnlock(t, first)
 		return
 	}
 	// The first lock is still held, on a folder without a name.
