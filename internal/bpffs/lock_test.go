@@ -17,6 +17,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"instar/internal/testutil"
 )
 
@@ -235,7 +237,7 @@ func TestReplacedWhileWaiting(t *testing.T) {
 		got <- l
 	}()
 	aside := filepath.Join(filepath.Dir(dir), "aside")
-	if err := errors.Join(os.Mkdir(aside, 0o755), os.Rename(aside, dir)); err != nil {
+	if err := errors.Join(os.Mkdir(aside, 0o755), unix.Rename(aside, dir)); err != nil {
 		t.Fatal(err)
 	}
 	second := <-got
