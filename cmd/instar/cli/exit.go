@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"instar/dispatch"
+)
+
+// The exit codes. They are part of the command's interface.
+const (
+	exitOK          = 0
+	exitFailed      = 1
+	exitUsage       = 2
+	exitEnvironment = 3
+	exitNotFound    = 4
+	exitRefused     = 5
+	exitInterrupted = 130
+)
+
+const exitCodesHelp = `Exit codes of every command:
+
+    0  done, also when there was nothing to do any more
+    1  failed; for "instar demo": something was lost
+    2  wrong usage: an unknown command or flag, a missing or ambiguous argument
+    3  not permitted, or the machine lacks something (capability, bpffs, kernel)
+    4  not found: no such group or generation
+    5  refused: the group's state does not allow it; the message says what to do
+  130  interrupted (SIGINT or SIGTERM) before it was done
+
+An error is one line on the standard error that starts with "instar: ".
+`
+
+// codeError is an error whose exit code is known where it arises.
+type codeError struct {
+	code int
+	err  error
+}
+
+func (e *codeError) Error() string { return e.err.Error() }
+func (e *codeError) Unwrap() error { return e.err }
+
+// errInterrupted is how a command ends that was waiting when it was told to stop.
+var errInterrupted = &codeError{exitInterrupted, errors.New("interrupted")}
+
+// errSilent is for a process that has said already what is wrong.
+var errSilent = errors.New("")
+
+func usagef(format string, args ...any) error {
+	return &codeError{exitUsage, fmt.Errorf(format, args...)}
+}
+
+func notFoundf(format string, args ...any) error {
+	return &codeError{exitNotFound, fmt.Errorf(format, args...)}
+}
+
+func refusedf(format string, args ...any) error {
+	return &codeError{exitRefused, fmt.Errorf(format, args...)}
+}
+
+// exitCode says what the shell is told about err.
+func exitCode(err error) int {
+	var coded *codeError
+	var full *dispatch.FullError
+	var occupied *dispatch.OccupiedError
+	switch {
+	case err == nil:
+		return exitOK
+	case errors.As(err, &coded):
+		return coded.code
+	case errors.Is(err, fs.ErrPermission), errors.Is(err, dispatch.ErrNotSupported),
+		errors.Is(err, unix.ENOSYS), errors.Is(err, unix.EOPNOTSUPP):
+		return exitEnvironment
+	case errors.As(err, &full), errors.As(err, &occupied), errors.Is(err, dispatch.ErrLayout):
+		return exitRefused
+	case errors.Is(err, dispatch.ErrNotExist), errors.Is(err, fs.ErrNotExist):
+		return exitNotFound
+	default:
+		return exitFailed
+	}
+}
+
+// oneLine folds an error's text, which errors.Join writes on several lines.
+func oneLine(err error) string {
+	lines := strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' })
+	for i := range lines {
+		lines[i] = strings.TrimSpace(lines[i])
+	}
+	return strings.Join(lines, "; ")
+}

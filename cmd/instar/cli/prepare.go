@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"os/user"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"instar/dispatch"
+)
+
+func (a *app) prepareCommand() *cobra.Command {
+	var owner, steering string
+	var o dispatch.Options
+	cmd := &cobra.Command{
+		Use:   "prepare --owner USER[:GROUP] ADDRESS",
+		Short: "Make a group as root and give it to a user",
+		Long: `Make the group of ADDRESS ("IP:port", or ":port" for the dual-stack wildcard) as
+root, give its pins to a user, and print the pin folder. A server that runs as
+that user with no capability at all can then join, upgrade and drain.
+
+It is made for the privileged step in front of a service, such as
+ExecStartPre=+/usr/bin/instar prepare --owner www --service web :443
+A group that exists already keeps its sizes and generations.`,
+		Args: args("ADDRESS"),
+		RunE: func(_ *cobra.Command, args []string) error {
+			if owner == "" {
+				return usagef("prepare: missing --owner USER[:GROUP], the user that the server runs as")
+			}
+			who, err := lookupOwner(owner)
+			if err != nil {
+				return err
+			}
+			if o.Steering, err = dispatch.ParseSteering(steering); err != nil {
+				return usagef("--steering: %w", err)
+			}
+			o.Address, o.Root = args[0], a.root
+			path, err := dispatch.Prepare(o, who)
+			if err != nil {
+				return fmt.Errorf("prepare %s: %w", args[0], err)
+			}
+			a.printf("%s", path)
+			return nil
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&owner, "owner", "", "`USER[:GROUP]`, names or numbers, that gets the pins")
+	f.StringVar(&o.Service, "service", "", "the `name` under which the server joins")
+	f.StringVar(&o.Network, "network", "udp", "udp, udp4 or udp6 (`kind`)")
+	f.StringVar(&o.Device, "device", "", "the network `device` that the sockets are bound to")
+	f.StringVar(&steering, "steering", "quic", "how packets find their generation: quic or stateless (`kind`)")
+	f.IntVar(&o.MaxGenerations, "max-generations", dispatch.DefaultMaxGenerations, "generations at the same time, 2 to 256 (`n`)")
+	f.IntVar(&o.Workers, "workers", dispatch.DefaultWorkers, "sockets of a generation, 1 to 256 (`n`)")
+	f.IntVar(&o.FlowEntries, "flow-entries", dispatch.DefaultFlowEntries, "remembered flows, 64 to 16777216 (`n`)")
+	return cmd
+}
+
+// lookupOwner reads USER[:GROUP]. Without a group it is the user's own.
+func lookupOwner(s string) (dispatch.Owner, error) {
+	name, group, hasGroup := strings.Cut(s, ":")
+	var o dispatch.Owner
+	uid, err := strconv.ParseUint(name, 10, 31)
+	u, lookupErr := user.Lookup(name)
+	if err == nil {
+		u, lookupErr = user.LookupId(name)
+		o.UID = int(uid)
+	}
+	switch {
+	case lookupErr == nil:
+		if o.UID, err = strconv.Atoi(u.Uid); err != nil {
+			return o, fmt.Errorf("user %q: uid %q: %w", name, u.Uid, err)
+		}
+		if o.GID, err = strconv.Atoi(u.Gid); err != nil {
+			return o, fmt.Errorf("user %q: gid %q: %w", name, u.Gid, err)
+		}
+	case err != nil:
+		return o, notUser("user", name, lookupErr)
+	case !hasGroup:
+		return o, usagef("user %s has no name here, so its group is unknown: write --owner %s:GROUP", name, name)
+	}
+	if !hasGroup {
+		return o, nil
+	}
+	if gid, err := strconv.ParseUint(group, 10, 31); err == nil {
+		o.GID = int(gid)
+		return o, nil
+	}
+	g, err := user.LookupGroup(group)
+	if err != nil {
+		return o, notUser("group", group, err)
+	}
+	if o.GID, err = strconv.Atoi(g.Gid); err != nil {
+		return o, fmt.Errorf("group %q: gid %q: %w", group, g.Gid, err)
+	}
+	return o, nil
+}
+
+func notUser(kind, name string, err error) error {
+	var noUser user.UnknownUserError
+	var noGroup user.UnknownGroupError
+	if errors.As(err, &noUser) || errors.As(err, &noGroup) {
+		return usagef("--owner: unknown %s %q; names and numbers are known", kind, name)
+	}
+	return fmt.Errorf("look up %s %q: %w", kind, name, err)
+}
