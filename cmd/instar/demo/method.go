@@ -38,6 +38,8 @@ type runner struct {
 	info    []Process // of the server at the same index
 	samples []Sample
 	run     Result
+	// requests and failures are the sums of samples.
+	requests, failures int64
 
 	watchers sync.WaitGroup // one for each server that was replaced
 	killed   atomic.Bool    // what ends now is not the servers' doing
@@ -288,11 +290,13 @@ func (r *runner) sample(s quicdemo.Sample) {
 	defer r.mu.Unlock()
 	to := r.step(s.At - step/2) // At is the end
 	to.Failures += int64(s.Failures)
+	r.failures += int64(s.Failures)
 	for number, n := range s.Requests {
 		if to.Requests == nil {
 			to.Requests = map[uint32]int64{}
 		}
 		to.Requests[number] += int64(n)
+		r.requests += int64(n)
 	}
 }
 
@@ -326,12 +330,7 @@ func (r *runner) reportStatus(ctx context.Context) {
 				s.Active = g.Number
 			}
 		}
-		for _, step := range r.samples {
-			s.Failures += step.Failures
-			for _, n := range step.Requests {
-				s.Requests += n
-			}
-		}
+		s.Requests, s.Failures = r.requests, r.failures
 		r.mu.Unlock()
 		r.out.send(message{Status: &s})
 	}
