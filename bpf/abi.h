@@ -61,8 +61,6 @@ enum instar_stage {
 	/* A process is binding and registering; after a crash: free. */
 	INSTAR_STAGE_JOINING,
 	INSTAR_STAGE_JOINED,
-	/* Out of the order, its sockets being read to the end. */
-	INSTAR_STAGE_LEAVING,
 };
 
 /* What the packet path reads of a generation; index is the slot. */

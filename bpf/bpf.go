@@ -3,6 +3,8 @@
 package bpf
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 
@@ -35,7 +37,6 @@ const (
 	StageFree    = uint32(quicInstarStageINSTAR_STAGE_FREE)
 	StageJoining = uint32(quicInstarStageINSTAR_STAGE_JOINING)
 	StageJoined  = uint32(quicInstarStageINSTAR_STAGE_JOINED)
-	StageLeaving = uint32(quicInstarStageINSTAR_STAGE_LEAVING)
 
 	SteeringQUIC      = uint32(quicInstarSteeringINSTAR_STEERING_QUIC)
 	SteeringStateless = uint32(quicInstarSteeringINSTAR_STEERING_STATELESS)
@@ -111,6 +112,22 @@ func Spec(c Config) (*ebpf.CollectionSpec, string, error) {
 		return nil, "", err
 	}
 	return spec, program, nil
+}
+
+// Build names the program that this build carries for a steering: the start of
+// the SHA-256 of its object, "" for a steering that it does not know.
+func Build(steering uint32) string {
+	var object []byte
+	switch steering {
+	case SteeringQUIC:
+		object = _QuicBytes
+	case SteeringStateless:
+		object = _StatelessBytes
+	default:
+		return ""
+	}
+	sum := sha256.Sum256(object)
+	return hex.EncodeToString(sum[:6])
 }
 
 func configure(spec *ebpf.CollectionSpec, c Config) error {

@@ -111,7 +111,6 @@ const (
 	quicInstarStageINSTAR_STAGE_FREE    quicInstarStage = 0
 	quicInstarStageINSTAR_STAGE_JOINING quicInstarStage = 1
 	quicInstarStageINSTAR_STAGE_JOINED  quicInstarStage = 2
-	quicInstarStageINSTAR_STAGE_LEAVING quicInstarStage = 3
 )
 
 type quicInstarSteering uint32

@@ -85,7 +85,7 @@ static __always_inline int select_active(struct sk_reuseport_md *ctx, __u32 hash
 	__u32 slot = active >> 32 & 0xff;
 	__u32 worker = share(hash, active >> 48);
 
-	if (select_socket(ctx, slot, worker))
+	if ((__u32)active && select_socket(ctx, slot, worker))
 		return slot << 8 | worker;
 	return select_any(ctx, hash);
 }
