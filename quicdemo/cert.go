@@ -97,7 +97,7 @@ func LoadCertificate(file string) (tls.Certificate, error) {
 	if err != nil {
 		return cert, fmt.Errorf("save certificate: %w", err)
 	}
-	defer os.Remove(tmp.Name())
+	defer func() { _ = os.Remove(tmp.Name()) }()
 	_, err = tmp.Write(data)
 	if err = errors.Join(err, tmp.Close()); err != nil {
 		return cert, fmt.Errorf("save certificate: %w", err)

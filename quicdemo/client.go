@@ -117,7 +117,7 @@ func (l *loader) dial(resume bool) (*client, error) {
 	default:
 		c.early = true
 		c.http = l.http.NewClientConn(conn)
-		go c.established() // do waits for it
+		go func() { _ = c.established() }() // do waits for it
 	}
 	return c, nil
 }
@@ -163,12 +163,12 @@ func (c *client) established() error {
 
 func (c *client) close() {
 	if c.conn != nil {
-		c.conn.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), "")
+		_ = c.conn.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), "")
 	}
 	for _, t := range c.transports {
 		if t != nil {
-			t.Close()
-			t.Conn.Close()
+			_ = t.Close()
+			_ = t.Conn.Close()
 		}
 	}
 }

@@ -71,7 +71,7 @@ func (s *connSet) serve(q *quic.Conn) {
 	s.mu.Unlock()
 
 	s.wg.Go(func() {
-		c.http.ServeQUICConn(q) // its error is how the client left
+		_ = c.http.ServeQUICConn(q) // how the client left
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		delete(s.open, c)
@@ -108,7 +108,7 @@ func (s *connSet) goaway(n int) {
 			// and with it the connection that comes next.
 			select {
 			case <-c.serving:
-				c.http.Shutdown(context.Background()) // returns when the connection ends
+				_ = c.http.Shutdown(context.Background()) // returns when the connection ends
 			case <-c.quic.Context().Done():
 			}
 		})
@@ -135,7 +135,7 @@ func (s *connSet) close(n int, busy bool) {
 	}
 	s.mu.Unlock()
 	for _, c := range chosen {
-		c.quic.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), "server is leaving")
+		_ = c.quic.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), "server is leaving")
 	}
 }
 

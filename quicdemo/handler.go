@@ -61,13 +61,13 @@ func (s *Server) handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "text/html; charset=utf-8")
-		w.Write(page)
+		_, _ = w.Write(page) // who is not there needs no page
 	})
 	mux.HandleFunc("GET /status", func(w http.ResponseWriter, r *http.Request) {
 		status := s.Status()
 		status.Remote = r.RemoteAddr
 		w.Header().Set("Content-Type", "application/json")
-		json.NewEncoder(w).Encode(status)
+		_ = json.NewEncoder(w).Encode(status)
 	})
 	mux.HandleFunc("GET /bytes/{n}", serveBytes)
 	mux.HandleFunc("GET /stream", s.serveStream)
@@ -122,7 +122,7 @@ func serveBytes(w http.ResponseWriter, r *http.Request) {
 	buf := bufferPool.Get().(*buffers)
 	defer bufferPool.Put(buf)
 	if ms == 0 {
-		io.CopyBuffer(struct{ io.Writer }{w}, content, buf.want)
+		_, _ = io.CopyBuffer(struct{ io.Writer }{w}, content, buf.want)
 		return
 	}
 	const piece = 20 * time.Millisecond

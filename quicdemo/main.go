@@ -180,10 +180,13 @@ func serve(ctx context.Context, cfg ServerConfig, asJSON, verbose bool, env Env)
 	cfg.Stdout, _ = env.Stdout.(*os.File)
 	cfg.Stderr, _ = env.Stderr.(*os.File)
 	cfg.Ready = func(r Ready) {
+		line := fmt.Appendf(nil, "ready generation=%d pid=%d addr=%s\n", r.Generation, r.PID, r.Addr)
 		if asJSON {
-			json.NewEncoder(env.Stdout).Encode(r)
-		} else {
-			fmt.Fprintf(env.Stdout, "ready generation=%d pid=%d addr=%s\n", r.Generation, r.PID, r.Addr)
+			line, _ = json.Marshal(r) // strings and numbers
+			line = append(line, '\n')
+		}
+		if _, err := env.Stdout.Write(line); err != nil {
+			cfg.Logger.Warn("nobody reads the ready line", "error", err)
 		}
 		up.tell(report{Ready: &r})
 	}
@@ -202,10 +205,16 @@ func serve(ctx context.Context, cfg ServerConfig, asJSON, verbose bool, env Env)
 	go func() { ended <- server.Run(ctx) }()
 	upgraded := make(chan error, 16)
 	upgrades := 0
+	finished := func(err error) {
+		upgrades--
+		if err != nil {
+			cfg.Logger.Error("no upgrade", "build", cfg.Build, "error", err)
+		}
+	}
 	defer func() {
 		cancel()
-		for range upgrades {
-			<-upgraded
+		for upgrades > 0 {
+			finished(<-upgraded)
 		}
 	}()
 	for stops := 0; ; {
@@ -213,10 +222,7 @@ func serve(ctx context.Context, cfg ServerConfig, asJSON, verbose bool, env Env)
 		case err := <-ended:
 			return err
 		case err := <-upgraded:
-			upgrades--
-			if err != nil {
-				cfg.Logger.Error("no upgrade", "build", cfg.Build, "error", err)
-			}
+			finished(err)
 		case sig := <-signals:
 			switch sig {
 			case syscall.SIGHUP, syscall.SIGUSR2:

@@ -3,6 +3,7 @@
 package quicdemo
 
 import (
+	"errors"
 	"net"
 	"sync"
 	"time"
@@ -39,8 +40,8 @@ func (c *rebindConn) open() (*net.UDPConn, error) {
 		return nil, err
 	}
 	// The kernel gives what its limit allows.
-	socket.SetReadBuffer(socketBuffer)
-	socket.SetWriteBuffer(socketBuffer)
+	_ = socket.SetReadBuffer(socketBuffer)
+	_ = socket.SetWriteBuffer(socketBuffer)
 	return socket, nil
 }
 
@@ -53,8 +54,7 @@ func (c *rebindConn) rebind() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if err := next.SetReadDeadline(c.deadline); err != nil {
-		next.Close()
-		return err
+		return errors.Join(err, next.Close())
 	}
 	old := c.socket
 	c.socket = next

@@ -219,7 +219,7 @@ func (s *Server) Run(ctx context.Context) (err error) {
 	if err := s.sockets.activate(); err != nil {
 		return err
 	}
-	s.log.Info("serving", "mode", s.cfg.Mode, "addr", s.sockets.addr(), "workers", len(s.transports), "pid", os.Getpid())
+	s.log.Info("serving", "mode", s.cfg.Mode, "addr", s.sockets.addr().String(), "workers", len(s.transports), "pid", os.Getpid())
 	if s.cfg.Ready != nil {
 		s.cfg.Ready(Ready{
 			Generation: s.sockets.generation(),

@@ -35,6 +35,12 @@ type running struct {
 // waits until it is ready. It has to end without an error.
 func startServer(t testing.TB, cfg ServerConfig) (*running, Ready) {
 	t.Helper()
+	return startServerIn(t, nil, cfg)
+}
+
+// startServerIn runs it in a network namespace.
+func startServerIn(t testing.TB, ns *testutil.Netns, cfg ServerConfig) (*running, Ready) {
+	t.Helper()
 	if cfg.Mode == "" {
 		cfg.Mode = ModePlain
 	}
@@ -52,7 +58,13 @@ func startServer(t testing.TB, cfg ServerConfig) (*running, Ready) {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	r := &running{server, cancel, make(chan error, 1)}
-	go func() { r.ended <- server.Run(ctx) }()
+	go func() {
+		if ns == nil {
+			r.ended <- server.Run(ctx)
+			return
+		}
+		ns.Run(func() { r.ended <- server.Run(ctx) })
+	}()
 	t.Cleanup(func() {
 		cancel()
 		r.wait(t)
@@ -284,9 +296,7 @@ func TestStop(t *testing.T) {
 func TestDrainDeadline(t *testing.T) {
 	s, ready := startServer(t, ServerConfig{DrainDeadline: 200 * time.Millisecond})
 	c := dialTest(t, newTestLoader(t, ready.Addr), false)
-	q := request{bytes: 1_000_000, seed: 1, over: 60 * time.Second}
 	reading := make(chan struct{})
-	q.mid = nil
 	body := make(chan error, 1)
 	go func() {
 		req, _ := http.NewRequest(http.MethodGet, "https://localhost/stream?seconds=60", nil)

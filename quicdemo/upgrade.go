@@ -68,7 +68,7 @@ func (s *Server) Upgrade(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("start successor: %w", err)
 	}
-	defer r.Close()
+	defer func() { _ = r.Close() }()
 	cmd := exec.Command(s.cfg.Command[0], s.cfg.Command[1:]...)
 	cmd.Env = environ(s.cfg.Environ, envReady+"=3",
 		envGeneration+"="+strconv.FormatUint(uint64(s.sockets.generation())+1, 10))
@@ -81,22 +81,14 @@ func (s *Server) Upgrade(ctx context.Context) error {
 		cmd.Stderr = s.cfg.Stderr
 	}
 	err = cmd.Start()
-	w.Close()
-	if err != nil {
+	if err = errors.Join(err, w.Close()); err != nil {
 		return fmt.Errorf("start successor: %w", err)
 	}
 	log := s.log.With("successor_pid", cmd.Process.Pid, "path", s.cfg.Command[0])
 	log.Info("started a successor")
 
 	began := time.Now()
-	r.SetReadDeadline(began.Add(s.cfg.UpgradeTimeout))
-	stop := context.AfterFunc(ctx, func() { r.SetReadDeadline(time.Now()) })
-	defer stop()
-	var got report
-	line, err := bufio.NewReader(r).ReadBytes('\n')
-	if err == nil {
-		err = json.Unmarshal(line, &got)
-	}
+	got, err := readReport(ctx, r, began.Add(s.cfg.UpgradeTimeout))
 	switch {
 	case ctx.Err() != nil:
 		err = ctx.Err()
@@ -106,7 +98,7 @@ func (s *Server) Upgrade(ctx context.Context) error {
 		err = errors.New(got.Error)
 	}
 	if err != nil {
-		cmd.Process.Kill()
+		_ = cmd.Process.Kill() // it may have ended by itself
 		if state, ok := errors.AsType[*exec.ExitError](cmd.Wait()); ok && state.Sys().(syscall.WaitStatus).Exited() {
 			err = fmt.Errorf("%w (%w)", err, state)
 		}
@@ -117,6 +109,20 @@ func (s *Server) Upgrade(ctx context.Context) error {
 		"successor_build", got.Ready.Build, "took", time.Since(began).Round(time.Millisecond))
 	s.sockets.supersede()
 	return s.watch(cmd, log)
+}
+
+// readReport reads the successor's report from the pipe.
+func readReport(ctx context.Context, pipe *os.File, deadline time.Time) (r report, err error) {
+	if err := pipe.SetReadDeadline(deadline); err != nil {
+		return r, err
+	}
+	stop := context.AfterFunc(ctx, func() { _ = pipe.SetReadDeadline(time.Now()) })
+	defer stop()
+	line, err := bufio.NewReader(pipe).ReadBytes('\n')
+	if err != nil {
+		return r, err
+	}
+	return r, json.Unmarshal(line, &r)
 }
 
 // watch reaps the successor in case it ends before this server does.
@@ -131,9 +137,11 @@ func (s *Server) watch(cmd *exec.Cmd, log *slog.Logger) error {
 		return errors.Join(fmt.Errorf("watch successor: %w", err), pidfd.Close())
 	}
 	s.children.Go(func() {
-		stop := context.AfterFunc(s.closing, func() { pidfd.SetReadDeadline(time.Now()) })
-		defer stop()
-		defer pidfd.Close()
+		stop := context.AfterFunc(s.closing, func() { _ = pidfd.SetReadDeadline(time.Now()) })
+		defer func() {
+			stop()
+			_ = pidfd.Close()
+		}()
 		err := raw.Read(func(fd uintptr) bool {
 			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
 			return n > 0 || err != nil && err != unix.EINTR
@@ -141,7 +149,7 @@ func (s *Server) watch(cmd *exec.Cmd, log *slog.Logger) error {
 		if err != nil {
 			return
 		}
-		cmd.Wait()
+		_ = cmd.Wait() // the result is in ProcessState
 		log.Warn("the successor ended", "status", cmd.ProcessState)
 	})
 	return nil
@@ -181,7 +189,8 @@ func (p *predecessor) tell(r report) {
 	if p == nil || p.file == nil {
 		return
 	}
-	json.NewEncoder(p.file).Encode(r)
-	p.file.Close()
+	// A predecessor that is gone needs no report.
+	_ = json.NewEncoder(p.file).Encode(r)
+	_ = p.file.Close()
 	p.file = nil
 }

@@ -110,7 +110,7 @@ func (s *server) visit(t testing.TB, sessions *cache) quic.ConnectionState {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer conn.CloseWithError(0, "")
+	defer func() { _ = conn.CloseWithError(0, "") }()
 	if conn, err = conn.NextConnection(ctx); err != nil {
 		t.Fatal(err)
 	}
@@ -185,7 +185,7 @@ func serveHTTP3(t testing.TB, conf *tls.Config) *server {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		srv.Serve(socket)
+		_ = srv.Serve(socket)
 	}()
 	t.Cleanup(func() {
 		srv.Close()
