@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dispatch
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"instar/bpf"
+	"instar/dispatch/connid"
+	"instar/internal/bpffs"
+)
+
+// key names a group within a network namespace.
+type key struct {
+	// network is "udp4", "udp6" (IPv6 only) or "udp" (dual stack, on [::]).
+	network string
+	addr    netip.AddrPort
+	device  string
+}
+
+func parseKey(network, address, device string) (key, error) {
+	bad := func(format string, args ...any) (key, error) {
+		return key{}, fmt.Errorf("%w: address %q: %s", ErrOptions, address, fmt.Sprintf(format, args...))
+	}
+	host, service, err := net.SplitHostPort(address)
+	if err != nil {
+		return bad("want IP:port, such as 192.0.2.1:443 or [::]:443")
+	}
+	port, err := strconv.ParseUint(service, 10, 16)
+	if err != nil {
+		return bad("port %q is not a number from 1 to 65535", service)
+	}
+	if port == 0 {
+		return bad("port 0 would be another port in each process; name one")
+	}
+	if network == "" {
+		network = "udp"
+	}
+	var ip netip.Addr
+	switch {
+	case host != "":
+		if ip, err = netip.ParseAddr(host); err != nil {
+			return bad("%q is not a literal IP address", host)
+		}
+		ip = ip.Unmap()
+	case network == "udp4":
+		ip = netip.IPv4Unspecified()
+	default:
+		ip = netip.IPv6Unspecified()
+	}
+	if ip.IsMulticast() {
+		return bad("a multicast address reaches every socket; it cannot be steered")
+	}
+	switch {
+	case network == "udp" && ip.Is4():
+		network = "udp4"
+	case network == "udp" && !ip.IsUnspecified():
+		network = "udp6"
+	case network == "udp", network == "udp4" && ip.Is4(), network == "udp6" && ip.Is6():
+	case network == "udp4" || network == "udp6":
+		return bad("is not of network %q", network)
+	default:
+		return key{}, fmt.Errorf("%w: network %q; want udp, udp4 or udp6", ErrOptions, network)
+	}
+	if len(device) >= unix.IFNAMSIZ || strings.ContainsAny(device, "/ \t\n") {
+		return key{}, fmt.Errorf("%w: device %q is no name of a network device", ErrOptions, device)
+	}
+	return key{network, netip.AddrPortFrom(ip, uint16(port)), device}, nil
+}
+
+// folder is the name of the group's pin folder.
+func (k key) folder() string {
+	name := fmt.Sprintf("%s-%s-%d", k.network, k.addr.Addr(), k.addr.Port())
+	if k.device != "" {
+		name += "-" + k.device
+	}
+	return bpffs.Escape(name)
+}
+
+func (k key) String() string {
+	if k.device != "" {
+		return fmt.Sprintf("%s %s on %s", k.network, k.addr, k.device)
+	}
+	return fmt.Sprintf("%s %s", k.network, k.addr)
+}
+
+func (k key) dualStack() bool { return k.network == "udp" }
+
+// withDefaults fills what the caller left out and checks the rest.
+func (o Options) withDefaults() (Options, key, error) {
+	k, err := parseKey(o.Network, o.Address, o.Device)
+	if err != nil {
+		return o, k, err
+	}
+	if o.Service == "" {
+		o.Service = filepath.Base(os.Args[0])
+	}
+	if len(o.Service) > 63 || strings.ContainsAny(o.Service, "\x00\n") {
+		return o, k, fmt.Errorf("%w: service %q is longer than 63 bytes or has a line break", ErrOptions, o.Service)
+	}
+	if o.Steering == 0 {
+		o.Steering = SteeringQUIC
+	}
+	if _, ok := steeringNames[o.Steering]; !ok {
+		return o, k, fmt.Errorf("%w: %v; this build has quic and stateless", ErrOptions, o.Steering)
+	}
+	for _, n := range []struct {
+		name             string
+		value            *int
+		least, most, def int
+	}{
+		{"MaxGenerations", &o.MaxGenerations, 2, LimitGenerations, DefaultMaxGenerations},
+		{"Workers", &o.Workers, 1, LimitWorkers, DefaultWorkers},
+		{"FlowEntries", &o.FlowEntries, 64, LimitFlowEntries, DefaultFlowEntries},
+	} {
+		if *n.value == 0 {
+			*n.value = n.def
+		}
+		if *n.value < n.least || *n.value > n.most {
+			return o, k, fmt.Errorf("%w: %s is %d, want %d to %d", ErrOptions, n.name, *n.value, n.least, n.most)
+		}
+	}
+	if o.ReceiveBuffer < 0 {
+		return o, k, fmt.Errorf("%w: ReceiveBuffer is %d bytes, want 0 or more", ErrOptions, o.ReceiveBuffer)
+	}
+	if o.Root == "" {
+		o.Root = DefaultRoot
+	}
+	if o.Build == "" {
+		o.Build = defaultBuild()
+	}
+	if len(o.Build) > 31 {
+		o.Build = o.Build[:31]
+	}
+	return o, k, nil
+}
+
+// prefixLen is the length of connection-ID prefixes under the options.
+func (o Options) prefixLen() (int, error) {
+	if o.LoadBalancer == nil {
+		return bpf.PrefixMin, nil
+	}
+	codec, err := connid.New(connid.Keys{CID: [16]byte{1}, MulHandle: 1, MulGeneration: 1, Affinity: [16]byte{1}}, o.LoadBalancer)
+	if err != nil {
+		return 0, fmt.Errorf("%w: LoadBalancer: %w", ErrOptions, err)
+	}
+	return codec.PrefixLen(), nil
+}

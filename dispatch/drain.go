@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dispatch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	defaultGrace = 20 * time.Millisecond
+	// queuePoll is how often the queues of a leaving generation are looked at.
+	queuePoll = time.Millisecond
+	// unreadLimit is how long a queue may stay as it is before the owner is held
+	// not to read it.
+	unreadLimit = 5 * time.Second
+)
+
+// ErrUnread ends a drain whose sockets still hold datagrams that nobody reads.
+var ErrUnread = errors.New("datagrams are queued and nobody reads them")
+
+// Drain ends the generation's part in the group with nothing lost. It waits until the
+// options say that the drain is over, takes the sockets out of the map, waits for
+// packets that the kernel had assigned already, and returns when the owner, who goes on
+// reading meanwhile, has read the queues to the end. The owner then ends its flows and
+// calls Close. A draining generation stays in the order of last resort until it leaves
+// the map.
+//
+// Draining the active generation is how a service ends: if other generations hold
+// sockets then, the one that was active before is active again.
+//
+// When ctx ends first, Drain returns its error and the generation stays as it is; it can
+// drain again. Other errors: ErrReinstated when the generation became active again
+// meanwhile, ErrUnread when the owner stopped reading for 5 s.
+func (n *Generation) Drain(ctx context.Context, o DrainOptions) (DrainReport, error) {
+	if o.Grace == 0 {
+		o.Grace = defaultGrace
+	}
+	start := time.Now()
+	// The last generation of a service drains while it is active.
+	final := n.State() == StateActive
+	report := DrainReport{}
+	fail := func(err error) (DrainReport, error) {
+		report.Waited = time.Since(start)
+		return report, fmt.Errorf("drain generation %d of %s: %w", n.number, n.group.key, err)
+	}
+	if o.Deadline > 0 {
+		if err := n.announceDeadline(start.Add(o.Deadline)); err != nil {
+			return fail(err)
+		}
+	}
+	reason, err := n.awaitDrained(ctx, o, final)
+	if err != nil {
+		return fail(err)
+	}
+	report.Reason = reason
+	report.Waited = time.Since(start)
+	err = n.group.update(func() error {
+		slot, ok := n.group.table.find(n.number)
+		if !ok {
+			return nil
+		}
+		if !final && n.State() == StateActive {
+			return ErrReinstated
+		}
+		n.group.leave(slot)
+		return nil
+	})
+	if err != nil {
+		return fail(err)
+	}
+	if err := sleep(ctx, o.Grace); err != nil {
+		return fail(err)
+	}
+	report.Queued, err = n.readToEnd(ctx)
+	if err != nil {
+		return fail(err)
+	}
+	n.group.log.Info("generation has drained", "group", n.group.key.String(), "generation", n.number,
+		"reason", report.Reason, "waited", report.Waited)
+	return report, nil
+}
+
+// announceDeadline writes the deadline into the table, where everybody sees it, unless an
+// earlier one is there.
+func (n *Generation) announceDeadline(at time.Time) error {
+	return n.group.update(func() error {
+		info := &n.group.table.Info[n.slot]
+		deadline := max(1, uint64(int64(now())+int64(time.Until(at))))
+		if info.Number == n.number && (info.Deadline == 0 || deadline < info.Deadline) {
+			info.Deadline = deadline
+		}
+		return nil
+	})
+}
+
+// awaitDrained waits for the end of the drain and says what ended it.
+func (n *Generation) awaitDrained(ctx context.Context, o DrainOptions, final bool) (string, error) {
+	for {
+		changed, err := n.group.watch.next()
+		if err != nil {
+			return "", err
+		}
+		switch s := n.State(); {
+		case s == StateGone:
+			return "evicted", nil
+		case s == StateActive && !final:
+			return "", ErrReinstated
+		}
+		wait := time.Duration(1<<63 - 1)
+		if info := &n.group.table.Info[n.slot]; info.Number == n.number && info.Deadline != 0 {
+			left := time.Duration(int64(info.Deadline) - int64(now()))
+			if left <= 0 {
+				return "deadline", nil
+			}
+			wait = left
+		}
+		if o.Idle > 0 {
+			idle, err := n.idle()
+			if err != nil {
+				return "", err
+			}
+			if idle >= o.Idle {
+				return "idle", nil
+			}
+			wait = min(wait, o.Idle-idle)
+		}
+		timer := time.NewTimer(wait)
+		select {
+		case <-o.Done:
+			timer.Stop()
+			return "done", nil
+		case <-ctx.Done():
+			timer.Stop()
+			return "", ctx.Err()
+		case <-changed:
+		case <-timer.C:
+		}
+		timer.Stop()
+	}
+}
+
+// idle is how long no packet came, counted from when the generation joined.
+func (n *Generation) idle() (time.Duration, error) {
+	traffic, err := n.group.traffic()
+	if err != nil {
+		return 0, err
+	}
+	last := max(traffic[n.slot].last, n.group.table.Info[n.slot].Joined)
+	return time.Duration(int64(now()) - int64(last)), nil
+}
+
+// readToEnd waits until the owner's reader has emptied every queue, and counts those
+// that were not empty at first.
+func (n *Generation) readToEnd(ctx context.Context) (queued int, err error) {
+	for _, conn := range n.conns {
+		bytes, waiting := queue(conn)
+		if waiting {
+			queued++
+		}
+		since := time.Now()
+		for waiting {
+			if err := sleep(ctx, queuePoll); err != nil {
+				return queued, err
+			}
+			var left uint32
+			left, waiting = queue(conn)
+			if left != bytes {
+				bytes, since = left, time.Now()
+			}
+			if waiting && time.Since(since) > unreadLimit {
+				return queued, fmt.Errorf("%w: %d bytes on %s; keep reading until Drain returns", ErrUnread, bytes, conn.LocalAddr())
+			}
+		}
+	}
+	return queued, nil
+}
+
+// queue reports whether a datagram waits on the socket, and the memory that its queue
+// takes. A closed socket has none.
+func queue(conn *net.UDPConn) (bytes uint32, waiting bool) {
+	_ = control(conn, func(fd int) error {
+		poll := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		if n, err := unix.Poll(poll, 0); err != nil || n == 0 || poll[0].Revents&unix.POLLIN == 0 {
+			return err
+		}
+		waiting = true
+		bytes = receiveMemory(fd)
+		return nil
+	})
+	return bytes, waiting
+}
+
+func sleep(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-timer.C:
+		return nil
+	}
+}

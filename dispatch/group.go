@@ -1,0 +1,471 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dispatch
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"instar/bpf"
+	"instar/dispatch/connid"
+)
+
+// Group is a process's hold on a group: its sockets' address, its table of
+// generations and its data plane. Close it when done; the group stays.
+type Group struct {
+	dir string
+	// inode tells the folder from one that was made in its place.
+	inode     uint64
+	namespace string
+	key       key
+	service   string
+	table     table
+	pins      *pins
+	secrets   bpf.Secrets
+	codec     *connid.Codec
+	build     string
+
+	allowOverlap  bool
+	receiveBuffer int
+	log           *slog.Logger
+
+	watch *watch
+
+	mu     sync.Mutex
+	closed bool
+}
+
+// Open joins the group of an address, or creates it when there is none. The
+// sizes in the options count for creation only.
+//
+// Errors: ErrOptions, ErrPermission, ErrNotSupported, ErrLayout, ErrService when
+// the group belongs to another service, ErrMismatch when it has another steering
+// or another length of connection IDs, ErrOccupied when sockets that are not the
+// group's stand in its way, ErrBusy. Each message says what to do.
+func Open(options Options) (*Group, error) {
+	g, err := openOrCreate(options, nil)
+	if err != nil {
+		return nil, err
+	}
+	if err := g.checkAddress(); err != nil {
+		return nil, errors.Join(fmt.Errorf("open group: %w", err), g.Close())
+	}
+	return g, nil
+}
+
+// Prepare makes the group of an address, and gives its folder and pins to a user,
+// who can then run the server without any capability. It returns the folder. A group
+// that exists is only given to the user; one that belongs to another service is
+// refused. It needs the rights to create a group, and CAP_CHOWN.
+func Prepare(options Options, owner Owner) (string, error) {
+	g, err := openOrCreate(options, &owner)
+	if err != nil {
+		return "", err
+	}
+	return g.dir, g.Close()
+}
+
+func openOrCreate(options Options, owner *Owner) (*Group, error) {
+	o, k, err := options.withDefaults()
+	if err != nil {
+		return nil, fmt.Errorf("open group: %w", err)
+	}
+	prefix, err := o.prefixLen()
+	if err != nil {
+		return nil, fmt.Errorf("open group: %w", err)
+	}
+	namespace, err := namespaceName()
+	if err != nil {
+		return nil, err
+	}
+	dir := filepath.Join(o.Root, namespace, k.folder())
+	for range 3 {
+		g, err := openExisting(dir, o.LoadBalancer)
+		switch {
+		case err == nil:
+			if err := g.adopt(o, namespace, prefix); err != nil {
+				return nil, errors.Join(err, g.Close())
+			}
+			if owner != nil {
+				if err := give(dir, *owner); err != nil {
+					return nil, errors.Join(err, g.Close())
+				}
+			}
+			return g, nil
+		case exists(dir):
+			return nil, err
+		}
+		if err := create(o, k, namespace, prefix, owner); err != nil && !errors.Is(err, fs.ErrExist) {
+			return nil, err
+		}
+	}
+	return nil, fmt.Errorf("open group %s: %w: it was made and removed again while it was being opened", dir, ErrBusy)
+}
+
+func exists(dir string) bool {
+	_, err := os.Lstat(dir)
+	return err == nil || errors.Is(err, fs.ErrPermission)
+}
+
+func create(o Options, k key, namespace string, prefix int, owner *Owner) error {
+	parent, err := namespaceFolder(o.Root, namespace)
+	if err != nil {
+		return err
+	}
+	l, err := lock(parent)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = l.Unlock() }()
+	if exists(filepath.Join(parent, k.folder())) {
+		return fs.ErrExist
+	}
+	return build(parent, o, k, prefix, owner)
+}
+
+// adopt takes the caller's options over, and refuses a group that does not fit them.
+func (g *Group) adopt(o Options, namespace string, prefix int) error {
+	g.namespace = namespace
+	if o.Service != g.service {
+		return fmt.Errorf("open group %s: %w: it belongs to service %q and this one is %q; choose another address, set the "+
+			"same service name, or when the other one is gone for good run: instar forget %s",
+			g.key, ErrService, g.service, o.Service, g.dir)
+	}
+	if s := Steering(g.table.Steering); s != o.Steering {
+		return fmt.Errorf("open group %s: %w: its steering is %s and the options say %s; stop its servers and run "+
+			"instar forget %s, or use the same steering", g.key, ErrMismatch, s, o.Steering, g.dir)
+	}
+	if int(g.table.Prefix) != prefix {
+		return fmt.Errorf("open group %s: %w: its connection IDs have prefixes of %d bytes and the options ask for %d; all "+
+			"generations need the same length: keep the load balancer's server ID and nonce lengths, or stop its servers and run "+
+			"instar forget %s", g.key, ErrMismatch, g.table.Prefix, prefix, g.dir)
+	}
+	g.build = o.Build
+	g.allowOverlap = o.AllowOverlap
+	g.receiveBuffer = o.ReceiveBuffer
+	if o.Logger != nil {
+		g.log = o.Logger
+	}
+	return nil
+}
+
+// OpenPath opens an existing group by its folder, for tools. It may be the group of
+// another network namespace; joining is then refused.
+func OpenPath(path string) (*Group, error) {
+	return openExisting(filepath.Clean(path), nil)
+}
+
+func openExisting(dir string, lb *connid.LoadBalancer) (*Group, error) {
+	if _, err := os.Lstat(dir); errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("group %s: %w", dir, ErrNotExist)
+	}
+	p, t, err := openPins(dir)
+	if err != nil {
+		return nil, err
+	}
+	g := &Group{
+		dir:     dir,
+		table:   t,
+		pins:    p,
+		service: text(t.Service[:]),
+		build:   defaultBuild(),
+		log:     slog.New(slog.DiscardHandler),
+	}
+	unmapWith(g, t)
+	if g.inode, err = inode(dir); err != nil {
+		return nil, errors.Join(fmt.Errorf("open group %s: %w", dir, err), p.close())
+	}
+	if g.key, err = parseKey(text(t.Network[:]), text(t.Address[:]), text(t.Device[:])); err != nil {
+		return nil, errors.Join(fmt.Errorf("open group %s: its control map is damaged: %w", dir, err), p.close())
+	}
+	if err := p.secrets.Lookup(uint32(0), &g.secrets); err != nil {
+		return nil, errors.Join(fmt.Errorf("open group %s: read secrets: %w", dir, err), p.close())
+	}
+	if g.codec, err = newCodec(&g.secrets, lb); err != nil {
+		return nil, errors.Join(fmt.Errorf("open group %s: %w", dir, err), p.close())
+	}
+	g.watch = newWatch(g)
+	return g, nil
+}
+
+func inode(path string) (uint64, error) {
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil {
+		return 0, &fs.PathError{Op: "stat", Path: path, Err: err}
+	}
+	return st.Ino, nil
+}
+
+// Path is the group's folder.
+func (g *Group) Path() string { return g.dir }
+
+// Close releases the process's hold on the group. The group, its generations and
+// its secrets stay. Generations of this Group must be closed before.
+func (g *Group) Close() error {
+	g.mu.Lock()
+	if g.closed {
+		g.mu.Unlock()
+		return nil
+	}
+	g.closed = true
+	g.mu.Unlock()
+	g.watch.stop()
+	if err := g.pins.close(); err != nil {
+		return fmt.Errorf("close group %s: %w", g.key, err)
+	}
+	return nil
+}
+
+// now is the clock of the table: CLOCK_MONOTONIC in nanoseconds, as the data plane's.
+func now() uint64 {
+	var ts unix.Timespec
+	if unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) != nil {
+		return 0
+	}
+	return uint64(ts.Nano())
+}
+
+// wall turns a time of the table into wall-clock time.
+func wall(t uint64) time.Time {
+	if t == 0 {
+		return time.Time{}
+	}
+	return time.Now().Add(time.Duration(int64(t) - int64(now())))
+}
+
+// update runs a change of the table under the folder's lock, after the table has
+// been mended.
+func (g *Group) update(change func() error) error {
+	g.mu.Lock()
+	closed := g.closed
+	g.mu.Unlock()
+	if closed {
+		return ErrClosed
+	}
+	l, err := lock(g.dir)
+	if err != nil {
+		return err
+	}
+	if i, err := inode(g.dir); err != nil || i != g.inode {
+		return errors.Join(fmt.Errorf("the group was removed and made anew since it was opened; open it again: %w", ErrNotExist), err, l.Unlock())
+	}
+	g.repair()
+	err = change()
+	atomic.AddUint64(&g.table.Changes, 1)
+	g.notify()
+	return errors.Join(err, l.Unlock())
+}
+
+// live counts the sockets of a slot that the map holds.
+func (g *Group) live(slot uint8) int {
+	n := 0
+	for w := range uint32(g.table.Slots[slot].Workers) {
+		if g.registered(slot, w) {
+			n++
+		}
+	}
+	return n
+}
+
+func (g *Group) registered(slot uint8, worker uint32) bool {
+	var cookie uint64
+	return g.pins.sockets.Lookup(uint32(slot)*g.table.MaxWorkers+worker, &cookie) == nil
+}
+
+// alive reports whether a slot has a socket. A map that cannot be read proves no
+// death.
+func (g *Group) alive(slot uint8) bool {
+	for w := range uint32(g.table.Slots[slot].Workers) {
+		var cookie uint64
+		err := g.pins.sockets.Lookup(uint32(slot)*g.table.MaxWorkers+w, &cookie)
+		if !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return true
+		}
+	}
+	return false
+}
+
+// repair mends what dead processes left. The caller holds the lock, so whoever was
+// in the middle of a change is dead: a slot that is neither free nor a generation
+// with a live socket in the order is taken out.
+func (g *Group) repair() {
+	slots, activated := g.table.order()
+	var gone []uint8
+	for i := range int(g.table.MaxGenerations) {
+		slot := uint8(i)
+		placed := slices.Contains(slots, slot)
+		free := g.table.Info[slot].Stage == bpf.StageFree
+		joined := g.table.Info[slot].Stage == bpf.StageJoined
+		if free && !placed || joined && placed && g.alive(slot) {
+			continue
+		}
+		gone = append(gone, slot)
+	}
+	if len(gone) == 0 {
+		return
+	}
+	old := g.table.active()
+	for _, slot := range gone {
+		slots, activated = without(slots, activated, slot)
+	}
+	g.publish(slots, activated)
+	for _, slot := range gone {
+		g.vacate(slot)
+		g.log.Info("generation is gone", "group", g.key.String(), "generation", g.table.Info[slot].Number)
+	}
+	if w := g.table.active(); w.number() != old.number() {
+		g.log.Warn("the active generation died", "group", g.key.String(), "died", old.number(), "active", w.number())
+	}
+}
+
+// publish makes an order true, and notes when who became active by it.
+func (g *Group) publish(slots []uint8, activated int) {
+	old := g.table.active()
+	if activated > 0 && g.table.Slots[slots[0]].Number != old.number() {
+		t := now()
+		info := &g.table.Info[slots[0]]
+		info.Activated, info.Superseded, info.Deadline = t, 0, 0
+		if old.number() != 0 {
+			g.table.Info[old.slot()].Superseded = t
+		}
+	}
+	g.table.publish(slots, activated)
+}
+
+// vacate empties a slot that is in no order.
+func (g *Group) vacate(slot uint8) {
+	for w := range g.table.MaxWorkers {
+		// An empty entry is what we want.
+		_ = g.pins.sockets.Delete(uint32(slot)*g.table.MaxWorkers + w)
+	}
+	g.table.Info[slot].Stage = bpf.StageFree
+}
+
+// Activate makes a generation the one that new flows go to; the one that was active
+// is draining from then on. Activating the active one changes nothing.
+//
+// Errors: ErrNotExist when no such generation holds sockets, ErrState when some of its
+// workers are gone.
+func (g *Group) Activate(number uint32) error {
+	err := g.update(func() error { return g.activate(number) })
+	if err != nil {
+		return fmt.Errorf("activate generation %d of %s: %w", number, g.key, err)
+	}
+	return nil
+}
+
+func (g *Group) activate(number uint32) error {
+	slot, ok := g.table.find(number)
+	if !ok {
+		return fmt.Errorf("generation %w in the group: it left, or its process died; instar show lists those that are there", ErrNotExist)
+	}
+	old := g.table.active()
+	if old.number() == number {
+		return nil
+	}
+	if live, want := g.live(slot), int(g.table.Slots[slot].Workers); live != want {
+		return fmt.Errorf("%w: %d of its %d workers live; a closed socket does not come back: start another generation", ErrState, live, want)
+	}
+	slots, activated := g.table.order()
+	g.publish(promoted(slots, activated, slot))
+	g.log.Info("generation is active", "group", g.key.String(), "generation", number, "before", old.number())
+	return nil
+}
+
+// Rollback makes the generation active that was so before the active one, and
+// returns its number. Calling it again swaps the two back.
+//
+// Errors: ErrState when no earlier generation lives.
+func (g *Group) Rollback() (number uint32, err error) {
+	err = g.update(func() error {
+		slots, activated := g.table.order()
+		if activated < 2 {
+			return fmt.Errorf("%w: no generation that was active before still holds sockets", ErrState)
+		}
+		number = g.table.Slots[slots[1]].Number
+		return g.activate(number)
+	})
+	if err != nil {
+		return 0, fmt.Errorf("roll back %s: %w", g.key, err)
+	}
+	return number, nil
+}
+
+// SetDeadline sets when a draining generation has to have left; the zero time takes
+// the deadline away. The process that owns the generation acts on it.
+//
+// Errors: ErrNotExist, ErrState when the generation is active.
+func (g *Group) SetDeadline(number uint32, deadline time.Time) error {
+	err := g.update(func() error {
+		slot, err := g.leaving(number)
+		if err != nil {
+			return err
+		}
+		g.table.Info[slot].Deadline = 0
+		if !deadline.IsZero() {
+			g.table.Info[slot].Deadline = max(1, uint64(int64(now())+int64(time.Until(deadline))))
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("set deadline of generation %d of %s: %w", number, g.key, err)
+	}
+	return nil
+}
+
+// Evict takes a generation's sockets out of the map at once, for a process that does
+// not answer. Its flows are orphans from then on: their packets go to the active
+// generation. The sockets stay open in their process until it closes them or ends.
+//
+// Errors: ErrNotExist, ErrState when the generation is active.
+func (g *Group) Evict(number uint32) error {
+	err := g.update(func() error {
+		slot, err := g.leaving(number)
+		if err != nil {
+			return err
+		}
+		g.leave(slot)
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("evict generation %d of %s: %w", number, g.key, err)
+	}
+	return nil
+}
+
+// leaving finds a generation that is not the active one.
+func (g *Group) leaving(number uint32) (uint8, error) {
+	slot, ok := g.table.find(number)
+	if !ok {
+		return 0, fmt.Errorf("generation %w in the group (any more)", ErrNotExist)
+	}
+	if g.table.active().number() == number {
+		return 0, fmt.Errorf("%w: it is active; activate another generation first, or stop its server", ErrState)
+	}
+	return slot, nil
+}
+
+// leave takes a slot out of the order and then out of the socket map.
+func (g *Group) leave(slot uint8) {
+	slots, activated := g.table.order()
+	g.publish(without(slots, activated, slot))
+	g.vacate(slot)
+}
+
+// Repair mends what dead processes left, as every change does first: generations
+// without a socket are gone, and when the active one died the one that was active
+// before it is active again.
+func (g *Group) Repair() error {
+	return g.update(func() error { return nil })
+}

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dispatch
+
+import (
+	"fmt"
+
+	"instar/bpf"
+)
+
+// Steering is how the data plane finds the owner of a packet.
+type Steering uint32
+
+const (
+	// SteeringQUIC finds the owner by the connection ID, which the server makes
+	// with [Generation.ConnectionIDs]; handshakes stay with the process that got
+	// their first packet.
+	SteeringQUIC = Steering(bpf.SteeringQUIC)
+	// SteeringStateless gives every packet to the active generation: DNS, NTP.
+	SteeringStateless = Steering(bpf.SteeringStateless)
+)
+
+var steeringNames = map[Steering]string{
+	SteeringQUIC:      "quic",
+	SteeringStateless: "stateless",
+}
+
+func (s Steering) String() string {
+	if name, ok := steeringNames[s]; ok {
+		return name
+	}
+	return fmt.Sprintf("steering %d", uint32(s))
+}
+
+// ParseSteering reads the name of a steering.
+func ParseSteering(name string) (Steering, error) {
+	for s, n := range steeringNames {
+		if n == name {
+			return s, nil
+		}
+	}
+	return 0, fmt.Errorf("%w: steering %q; this build has quic and stateless", ErrOptions, name)
+}

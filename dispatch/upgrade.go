@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dispatch
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"math"
+	"os"
+	"path/filepath"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"instar/bpf"
+)
+
+// UpgradeProgram replaces the kernel program of the group, while it carries traffic, by
+// the one of this build. The maps stay; the kernel swaps the program between two
+// packets. It has to run in the group's network namespace and as the user of its
+// sockets, with the rights to load a program. When the group has that program already
+// nothing changes and upgraded is false.
+func (g *Group) UpgradeProgram() (upgraded bool, err error) {
+	err = g.update(func() error {
+		if text(g.table.Program[:]) == bpf.Build(g.table.Steering) {
+			return nil
+		}
+		upgraded = true
+		return g.swapProgram()
+	})
+	if err != nil {
+		return false, fmt.Errorf("upgrade program of %s: %w", g.key, err)
+	}
+	return upgraded, nil
+}
+
+func (g *Group) swapProgram() error {
+	spec, name, err := bpf.Spec(bpf.Config{
+		Steering:       g.table.Steering,
+		MaxGenerations: int(g.table.MaxGenerations),
+		MaxWorkers:     int(g.table.MaxWorkers),
+		FlowEntries:    int(g.table.FlowEntries),
+		Prefix:         int(g.table.Prefix),
+	})
+	if err != nil {
+		return err
+	}
+	replace := map[string]*ebpf.Map{
+		bpf.MapSockets: g.pins.sockets, bpf.MapVerdicts: g.pins.verdicts,
+		bpf.MapControl: g.pins.control, bpf.MapSecrets: g.pins.secrets,
+	}
+	if g.pins.flows != nil {
+		replace[bpf.MapFlows] = g.pins.flows
+	}
+	c, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: replace})
+	if err != nil {
+		return explainLoad(err)
+	}
+	program := c.DetachProgram(name)
+	c.Close()
+	old := g.pins.program
+	aside := filepath.Join(g.dir, pinProgram+"-new")
+	if err := os.Remove(aside); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return errors.Join(fmt.Errorf("remove what a crash left: %w", err), program.Close())
+	}
+	if err := program.Pin(aside); err != nil {
+		return errors.Join(fmt.Errorf("pin program: %w", err), program.Close())
+	}
+	undo := func(err error) error {
+		g.pins.program = old
+		return errors.Join(err, os.Remove(aside), program.Close())
+	}
+	if err := chownLike(aside, g.dir); err != nil {
+		return undo(err)
+	}
+	g.pins.program = program
+	if err := g.attachLive(); err != nil {
+		return undo(err)
+	}
+	// From here on every packet runs the new program; the pin is for those who join
+	// an address that has no socket left.
+	if err := os.Rename(aside, filepath.Join(g.dir, pinProgram)); err != nil {
+		return fmt.Errorf("publish program: %w", err)
+	}
+	setText(g.table.Program[:], bpf.Build(g.table.Steering))
+	return old.Close()
+}
+
+// reloadProgram takes the program that is pinned now: another process may have upgraded
+// it since this one opened the group.
+func (g *Group) reloadProgram() error {
+	program, err := ebpf.LoadPinnedProgram(filepath.Join(g.dir, pinProgram), nil)
+	if err != nil {
+		return fmt.Errorf("open program: %w", err)
+	}
+	old := g.pins.program
+	g.pins.program = program
+	return old.Close()
+}
+
+func chownLike(path, like string) error {
+	var st unix.Stat_t
+	if err := unix.Stat(like, &st); err != nil {
+		return &fs.PathError{Op: "stat", Path: like, Err: err}
+	}
+	return os.Chown(path, int(st.Uid), int(st.Gid))
+}
+
+// attachLive attaches the program to the sockets of the address, through a socket that
+// joins them for the purpose. The data plane never chooses it, for it is not in the map.
+// Without any socket there is nothing to attach to.
+func (g *Group) attachLive() error {
+	slots, _ := g.table.order()
+	if len(slots) == 0 {
+		return nil
+	}
+	here, err := namespaceName()
+	if err != nil {
+		return err
+	}
+	namespace := filepath.Base(filepath.Dir(g.dir))
+	if here != namespace {
+		return fmt.Errorf("%w: the group is of another network namespace; run it there (nsenter --net)", ErrMismatch)
+	}
+	g.namespace = here
+	conn, err := g.bind(nil)
+	if err != nil {
+		return g.explainBind(err)
+	}
+	return errors.Join(control(conn, g.attach), conn.Close())
+}
+
+// liveSockets counts the sockets of a group's map, whatever the layout of the rest.
+func liveSockets(dir string) (int, error) {
+	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinSockets), nil)
+	if errors.Is(err, fs.ErrNotExist) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, fmt.Errorf("open socket map: %w", err)
+	}
+	live := 0
+	for i := range min(m.MaxEntries(), math.MaxUint16+1) {
+		var cookie uint64
+		if m.Lookup(i, &cookie) == nil {
+			live++
+		}
+	}
+	return live, m.Close()
+}
