@@ -35,6 +35,10 @@ func List(root string) ([]Entry, error) {
 	}
 	var list []Entry
 	for _, ns := range namespaces {
+		// A root that is a bpffs itself also has the kernel's own files.
+		if !ns.IsDir() {
+			continue
+		}
 		groups, err := os.ReadDir(filepath.Join(root, ns.Name()))
 		if err != nil {
 			return nil, fmt.Errorf("list groups: %w", err)
