@@ -40,7 +40,7 @@ drains: it keeps its flows. Activating the active generation does nothing.`,
 					return nil
 				}
 				if err := g.Activate(number); err != nil {
-					return fmt.Errorf("activate generation %d: %w", number, err)
+					return err
 				}
 				if s.Active == 0 {
 					a.printf("generation %d is active", number)
@@ -72,7 +72,7 @@ need to know whether it was done already: it happens only while N is active.`,
 				}
 				number, err := g.Rollback()
 				if err != nil {
-					return fmt.Errorf("roll back: %w", err)
+					return err
 				}
 				a.printf("generation %d is active again, %d drains", number, s.Active)
 				return nil
@@ -141,7 +141,7 @@ The active generation cannot drain: activate another one first.`,
 func (a *app) drain(g *dispatch.Group, info dispatch.GenerationInfo, force, explicit bool, deadline time.Duration) error {
 	if force {
 		if err := g.Evict(info.Number); err != nil {
-			return fmt.Errorf("evict generation %d: %w", info.Number, err)
+			return err
 		}
 		a.printf("generation %d gets no packet any more", info.Number)
 		return nil
@@ -153,7 +153,7 @@ func (a *app) drain(g *dispatch.Group, info dispatch.GenerationInfo, force, expl
 		return nil
 	}
 	if err := g.SetDeadline(info.Number, end); err != nil {
-		return fmt.Errorf("set deadline of generation %d: %w", info.Number, err)
+		return err
 	}
 	a.printf("generation %d drains, deadline %s", info.Number, until(now, end))
 	return nil
@@ -168,7 +168,7 @@ func (a *app) waitGone(g *dispatch.Group, number uint32) error {
 	for {
 		s, err := g.Snapshot()
 		if err != nil {
-			return fmt.Errorf("read group: %w", err)
+			return err
 		}
 		info, _, ok := find(s, number)
 		if !ok {
@@ -201,7 +201,7 @@ Refused while any socket of the group lives.`,
 				return err
 			}
 			if err := dispatch.Forget(e.Path); err != nil {
-				return fmt.Errorf("forget group %s: %w", shortName(e), err)
+				return err
 			}
 			a.printf("group %s is forgotten", shortName(e))
 			return nil
@@ -225,18 +225,19 @@ generations and flows stay. Refused when the layouts of the maps differ.`,
 		Args: args("GROUP"),
 		RunE: func(_ *cobra.Command, args []string) error {
 			return a.change(args[0], func(g *dispatch.Group, _ dispatch.Entry, before dispatch.Snapshot) error {
-				if err := g.UpgradeProgram(); err != nil {
-					return fmt.Errorf("upgrade program: %w", err)
+				upgraded, err := g.UpgradeProgram()
+				if err != nil {
+					return err
+				}
+				if !upgraded {
+					a.printf("program is %s already", before.Program)
+					return nil
 				}
 				after, err := g.Snapshot()
 				if err != nil {
-					return fmt.Errorf("read group: %w", err)
+					return err
 				}
-				if before.Program == after.Program {
-					a.printf("program is %s already", after.Program)
-				} else {
-					a.printf("program is %s, was %s", after.Program, before.Program)
-				}
+				a.printf("program is %s, was %s", after.Program, before.Program)
 				return nil
 			})
 		},

@@ -64,26 +64,45 @@ func refusedf(format string, args ...any) error {
 	return &codeError{exitRefused, fmt.Errorf(format, args...)}
 }
 
+// causes are the errors of package dispatch, and those of the system below
+// them: the first that fits decides.
+var causes = []struct {
+	err  error
+	code int
+}{
+	{dispatch.ErrOptions, exitUsage},
+	{dispatch.ErrService, exitRefused},
+	{dispatch.ErrMismatch, exitRefused},
+	{dispatch.ErrOccupied, exitRefused},
+	{dispatch.ErrState, exitRefused},
+	{dispatch.ErrBusy, exitRefused},
+	{dispatch.ErrLayout, exitRefused},
+	{dispatch.ErrPermission, exitEnvironment},
+	{dispatch.ErrNotSupported, exitEnvironment},
+	{fs.ErrPermission, exitEnvironment},
+	{unix.ENOSYS, exitEnvironment},
+	{unix.EOPNOTSUPP, exitEnvironment},
+	{dispatch.ErrNotExist, exitNotFound},
+	{fs.ErrNotExist, exitNotFound},
+}
+
 // exitCode says what the shell is told about err.
 func exitCode(err error) int {
-	var coded *codeError
-	var full *dispatch.FullError
-	var occupied *dispatch.OccupiedError
-	switch {
-	case err == nil:
+	if err == nil {
 		return exitOK
-	case errors.As(err, &coded):
-		return coded.code
-	case errors.Is(err, fs.ErrPermission), errors.Is(err, dispatch.ErrNotSupported),
-		errors.Is(err, unix.ENOSYS), errors.Is(err, unix.EOPNOTSUPP):
-		return exitEnvironment
-	case errors.As(err, &full), errors.As(err, &occupied), errors.Is(err, dispatch.ErrLayout):
-		return exitRefused
-	case errors.Is(err, dispatch.ErrNotExist), errors.Is(err, fs.ErrNotExist):
-		return exitNotFound
-	default:
-		return exitFailed
 	}
+	if coded, ok := errors.AsType[*codeError](err); ok {
+		return coded.code
+	}
+	if _, full := errors.AsType[*dispatch.FullError](err); full {
+		return exitRefused
+	}
+	for _, c := range causes {
+		if errors.Is(err, c.err) {
+			return c.code
+		}
+	}
+	return exitFailed
 }
 
 // oneLine folds an error's text, which errors.Join writes on several lines.

@@ -53,7 +53,7 @@ func newGroupJSON(e dispatch.Entry) groupJSON {
 }
 
 func (a *app) groups() error {
-	entries, err := a.list()
+	entries, err := dispatch.List(a.root)
 	if err != nil {
 		return err
 	}

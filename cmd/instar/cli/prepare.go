@@ -14,6 +14,9 @@ import (
 	"instar/dispatch"
 )
 
+// defaultService owns a group for which no other name is given.
+const defaultService = "instar"
+
 func (a *app) prepareCommand() *cobra.Command {
 	var owner, steering string
 	var o dispatch.Options
@@ -28,7 +31,7 @@ It is made for the privileged step in front of a service, such as
 ExecStartPre=+/usr/bin/instar prepare --owner www --service web :443
 A group that exists already keeps its sizes and generations.`,
 		Args: args("ADDRESS"),
-		RunE: func(_ *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) error {
 			if owner == "" {
 				return usagef("prepare: missing --owner USER[:GROUP], the user that the server runs as")
 			}
@@ -40,9 +43,15 @@ A group that exists already keeps its sizes and generations.`,
 				return usagef("--steering: %w", err)
 			}
 			o.Address, o.Root = args[0], a.root
+			if !cmd.Flags().Changed("service") {
+				o.Service = defaultService
+			}
 			path, err := dispatch.Prepare(o, who)
 			if err != nil {
 				return fmt.Errorf("prepare %s: %w", args[0], err)
+			}
+			if !cmd.Flags().Changed("service") {
+				fmt.Fprintf(a.env.Stderr, "note: the group belongs to service %q, and only a server of that name joins it; --service sets another\n", defaultService)
 			}
 			a.printf("%s", path)
 			return nil
@@ -50,7 +59,7 @@ A group that exists already keeps its sizes and generations.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&owner, "owner", "", "`USER[:GROUP]`, names or numbers, that gets the pins")
-	f.StringVar(&o.Service, "service", "", "the `name` under which the server joins")
+	f.StringVar(&o.Service, "service", "", "the `name` under which the server joins (default \"instar\")")
 	f.StringVar(&o.Network, "network", "udp", "udp, udp4 or udp6 (`kind`)")
 	f.StringVar(&o.Device, "device", "", "the network `device` that the sockets are bound to")
 	f.StringVar(&steering, "steering", "quic", "how packets find their generation: quic or stateless (`kind`)")

@@ -4,8 +4,6 @@ package cli
 
 import (
 	"errors"
-	"fmt"
-	"io/fs"
 	"net/netip"
 	"path/filepath"
 	"strconv"
@@ -16,7 +14,7 @@ import (
 
 const namesHelp = `GROUP names a group in one of these forms:
 
-  NAME         as "instar groups" lists it, such as udp4-127%2e0%2e0%2e1-443;
+  NAME         as "instar groups" lists it, such as udp4-127.0.0.1-443;
                one of the caller's own network namespace wins over others
   NETNS/NAME   the same in the network namespace of that folder
   ADDRESS      such as 127.0.0.1:443, [::1]:443 or :443, where it is
@@ -26,18 +24,6 @@ const namesHelp = `GROUP names a group in one of these forms:
 
 A generation N is the number that "instar show GROUP" lists.
 `
-
-// list reads all groups below the root. A root that does not exist holds none.
-func (a *app) list() ([]dispatch.Entry, error) {
-	entries, err := dispatch.List(a.root)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("list groups: %w", err)
-	}
-	return entries, nil
-}
 
 // shortName is what to type for a group: its name where it is the caller's
 // namespace, and the folder of the namespace in front of it where it is not.
@@ -50,15 +36,15 @@ func shortName(e dispatch.Entry) string {
 
 // resolve finds the group that the command line names.
 func (a *app) resolve(name string) (dispatch.Entry, error) {
-	entries, err := a.list()
+	entries, err := dispatch.List(a.root)
 	if err != nil {
 		return dispatch.Entry{}, err
 	}
 	var found []dispatch.Entry
 	for _, match := range []func(dispatch.Entry) bool{
 		func(e dispatch.Entry) bool { return filepath.IsAbs(name) && e.Path == filepath.Clean(name) },
-		func(e dispatch.Entry) bool { return e.Name == name && e.Here },
-		func(e dispatch.Entry) bool { return e.Name == name || e.Netns+"/"+e.Name == name },
+		func(e dispatch.Entry) bool { return e.Here && named(e, name) },
+		func(e dispatch.Entry) bool { return named(e, name) },
 		addressMatch(name),
 	} {
 		for _, e := range entries {
@@ -94,6 +80,13 @@ func (a *app) resolve(name string) (dispatch.Entry, error) {
 		return here[0], nil
 	}
 	return dispatch.Entry{}, usagef("group %q: ambiguous, it can be any of %s", name, strings.Join(names, ", "))
+}
+
+// named matches a group by its name or its folder's, alone or behind that of
+// its namespace.
+func named(e dispatch.Entry, name string) bool {
+	name = strings.TrimPrefix(name, e.Netns+"/")
+	return name == e.Name || name == filepath.Base(e.Path)
 }
 
 // addressMatch matches groups by "[NETWORK ]ADDRESS[ DEVICE]".
@@ -147,11 +140,11 @@ func (a *app) open(name string) (*dispatch.Group, dispatch.Entry, dispatch.Snaps
 	}
 	g, err := dispatch.OpenPath(e.Path)
 	if err != nil {
-		return nil, e, dispatch.Snapshot{}, fmt.Errorf("open group %s: %w", shortName(e), err)
+		return nil, e, dispatch.Snapshot{}, err
 	}
 	s, err := g.Snapshot()
 	if err != nil {
-		return nil, e, s, errors.Join(fmt.Errorf("read group %s: %w", shortName(e), err), g.Close())
+		return nil, e, s, errors.Join(err, g.Close())
 	}
 	return g, e, s, nil
 }

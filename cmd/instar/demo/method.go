@@ -16,6 +16,7 @@ import (
 const (
 	readyPatience = 15 * time.Second
 	drainPatience = 20 * time.Second
+	stopPatience  = time.Second
 	loadPatience  = 30 * time.Second
 )
 
@@ -26,7 +27,7 @@ const listen = "127.0.0.1:4433"
 type runner struct {
 	method  Method
 	o       Options
-	root    string // the bpffs
+	root    string // the pin folder, on the bpffs
 	self    [2]string
 	starter *starter
 	out     *sender
@@ -88,7 +89,12 @@ func runMethod(ctx context.Context, m Method, o Options, self [2]string, root st
 	}()
 
 	for i := range o.Upgrades {
-		if err := sleepUntil(ctx, r.zero.Add(o.upgradeAt(i))); err != nil {
+		// An upgrade that took long must not be followed by the next one at once.
+		begin := r.zero.Add(o.upgradeAt(i))
+		if begin.Before(time.Now()) {
+			begin = time.Now().Add(shortestInterval)
+		}
+		if err := sleepUntil(ctx, begin); err != nil {
 			return Result{}, err
 		}
 		next, err := r.upgrade(ctx, current)
@@ -164,6 +170,9 @@ func (r *runner) upgrade(ctx context.Context, old *server) (*server, error) {
 	case MethodRestart:
 		r.replaced(old)
 		old.terminate()
+		if !old.wait(ctx, stopPatience) {
+			old.terminate() // at once, as a service manager would
+		}
 		if !old.wait(ctx, drainPatience) {
 			if ctx.Err() != nil {
 				return nil, ctx.Err()
@@ -200,6 +209,12 @@ func (r *runner) finish(ctx context.Context, current *server) {
 	r.mu.Lock()
 	servers := append([]*server(nil), r.servers...)
 	r.mu.Unlock()
+	if r.method != MethodInstar {
+		// These still wait for clients that they lost.
+		for _, s := range servers {
+			s.terminate()
+		}
+	}
 	deadline := time.Now().Add(drainPatience)
 	for _, s := range servers {
 		if s == current {

@@ -49,6 +49,9 @@ const (
 	DefaultWorkers     = 4
 )
 
+// shortestInterval is the least time between two upgrades.
+const shortestInterval = 500 * time.Millisecond
+
 // leadIn is the time under load before the first upgrade, and leadOut the one
 // after the last.
 const (
@@ -79,7 +82,7 @@ func (o Options) WithDefaults() (Options, error) {
 	if o.Seed == 0 {
 		o.Seed = uint64(time.Now().UnixNano())
 	}
-	shortest := leadIn + leadOut + time.Duration(o.Upgrades)*500*time.Millisecond
+	shortest := leadIn + leadOut + time.Duration(o.Upgrades)*shortestInterval
 	var errs []error
 	check := func(ok bool, format string, args ...any) {
 		if !ok {

@@ -185,7 +185,7 @@ func TestOptions(t *testing.T) {
 		}
 		for i := range upgrades {
 			at := o.upgradeAt(i)
-			if at < leadIn || at > o.Duration-leadOut || i > 0 && at-o.upgradeAt(i-1) < 500*time.Millisecond {
+			if at < leadIn || at > o.Duration-leadOut || i > 0 && at-o.upgradeAt(i-1) < shortestInterval {
 				t.Errorf("upgrade %d of %d at %v of %v", i, upgrades, at, o.Duration)
 			}
 		}

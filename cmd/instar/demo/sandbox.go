@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"runtime"
 	"time"
 
@@ -72,7 +73,7 @@ func sandbox(ctx context.Context, self [2]string, s *sender, dir string, o Optio
 	starter := newStarter()
 	defer starter.stop()
 	for _, m := range o.Methods() {
-		run, err := runMethod(ctx, m, o, self, dir, starter, s)
+		run, err := runMethod(ctx, m, o, self, filepath.Join(dir, "instar"), starter, s)
 		if err != nil {
 			return Report{}, fmt.Errorf("run of %s: %w", m, err)
 		}
