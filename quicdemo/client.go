@@ -280,7 +280,15 @@ func (l *loader) rebind(c *client) {
 		return
 	}
 	l.rec.update(func(r *Result) { r.Rebinds++ })
-	if sent, err := c.get(request{bytes: 16}); err != nil && sent && !rejected(err) && !c.leftByUs() {
-		l.rec.lost(lostRequest, err)
+	// A client that only receives may have nothing to send for a while, not
+	// even acknowledgements, as nothing arrives. A stream of a type that means
+	// nothing (RFC 9114 section 6.2.3) is a packet that needs no answer.
+	if stream, err := c.conn.OpenUniStream(); err == nil {
+		_, _ = stream.Write([]byte{reservedStream})
+		_ = stream.Close()
 	}
 }
+
+// reservedStream is the first of the reserved HTTP/3 stream types, as a
+// variable-length integer.
+const reservedStream = 0x21

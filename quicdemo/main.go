@@ -208,7 +208,7 @@ func serve(ctx context.Context, cfg ServerConfig, asJSON, verbose bool, env Env)
 	finished := func(err error) {
 		upgrades--
 		if err != nil {
-			cfg.Logger.Error("no upgrade", "build", cfg.Build, "error", err)
+			cfg.Logger.Error("no upgrade", "build", server.cfg.Build, "error", err)
 		}
 	}
 	defer func() {

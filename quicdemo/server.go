@@ -109,6 +109,7 @@ type Server struct {
 
 	stopOnce sync.Once
 	stop     chan struct{} // closed by Stop
+	serving  chan struct{} // closed once the fields below and above are set
 
 	transports []*quic.Transport
 	acceptors  sync.WaitGroup
@@ -167,7 +168,7 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 	if cfg.Environ == nil {
 		cfg.Environ = os.Environ()
 	}
-	return &Server{cfg: cfg, stop: make(chan struct{})}, nil
+	return &Server{cfg: cfg, stop: make(chan struct{}), serving: make(chan struct{})}, nil
 }
 
 // build is the default of ServerConfig.Build.
@@ -181,7 +182,7 @@ func build() string {
 	}
 	// The path would show whatever lies there by now.
 	if info, err := os.Stat("/proc/self/exe"); err == nil {
-		return fmt.Sprintf("%d-%s", info.Size(), info.ModTime().UTC().Format("20060102T150405"))
+		return fmt.Sprintf("%d-%s", info.Size(), info.ModTime().UTC().Format("20060102T150405.000"))
 	}
 	return "unknown"
 }
@@ -219,6 +220,7 @@ func (s *Server) Run(ctx context.Context) (err error) {
 	if err := s.sockets.activate(); err != nil {
 		return err
 	}
+	close(s.serving)
 	s.log.Info("serving", "mode", s.cfg.Mode, "addr", s.sockets.addr().String(), "workers", len(s.transports), "pid", os.Getpid())
 	if s.cfg.Ready != nil {
 		s.cfg.Ready(Ready{
@@ -339,8 +341,9 @@ func (s *Server) retire(ctx context.Context) (reinstated bool) {
 		}
 	})
 	// Our own deadline closes connections while their packets still come here.
-	// The one of the sockets is for a drain that hangs.
-	err := s.sockets.drain(ctx, done, s.cfg.DrainDeadline+30*time.Second)
+	// The one of the sockets leaves time for that.
+	last := time.Duration(float64(open)/s.cfg.CloseRate*float64(time.Second)) + 5*time.Second
+	err := s.sockets.drain(ctx, done, s.cfg.DrainDeadline+last)
 	cancel()
 	drain.Wait()
 	if errors.Is(err, errReinstated) {

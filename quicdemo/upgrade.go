@@ -60,6 +60,11 @@ func (s *Server) Upgrade(ctx context.Context) error {
 		return ErrUpgrading
 	}
 	defer s.upgrading.Unlock()
+	select {
+	case <-s.serving:
+	default:
+		return ErrNotActive
+	}
 	if s.sockets.state() != "active" {
 		return ErrNotActive
 	}
@@ -150,7 +155,7 @@ func (s *Server) watch(cmd *exec.Cmd, log *slog.Logger) error {
 			return
 		}
 		_ = cmd.Wait() // the result is in ProcessState
-		log.Warn("the successor ended", "status", cmd.ProcessState)
+		log.Warn("the successor ended", "status", cmd.ProcessState.String())
 	})
 	return nil
 }
