@@ -14,6 +14,8 @@
 enum {
 	CHOSEN_FALLBACK = 1 << 16,
 	CHOSEN_NONE = -1,
+	/* Workers that are tried at random before all of them in turn. */
+	SELECT_TRIES = 16,
 };
 
 /* Gives the packet to a socket. False when the socket is gone. */
@@ -32,25 +34,29 @@ static __always_inline __u32 share(__u32 hash, __u32 workers)
 
 /*
  * Any worker of the generation in a slot, CHOSEN_NONE when all are gone. The
- * first try is the worker that a second hash names, so that the share of a dead
- * worker is spread over its siblings. A generation without a worker is marked:
- * workers never come back, and the next packet need not look.
+ * first tries are random, so that the share of dead workers is spread evenly
+ * over their siblings; a scan alone would give all of it to the next one. A
+ * generation without a worker is marked: workers never come back, and the next
+ * packet need not look.
  *
  * Global, so that the verifier walks it once and not for each caller.
  */
 __noinline int select_worker(struct sk_reuseport_md *ctx, __u32 slot, __u32 hash)
 {
 	struct instar_slot *s = &control.slots[slot & (INSTAR_SLOTS - 1)];
-	__u32 workers = s->workers;
-	__u32 first = share(hash * 0x9e3779b1u, workers);
+	__u32 workers = s->workers, first = 0;
 
 	if (s->exhausted)
 		return CHOSEN_NONE;
+	for (__u32 i = 0; i < SELECT_TRIES; i++) {
+		hash = hash * 0x9e3779b1u + 1;
+		first = share(hash, workers);
+		if (select_socket(ctx, slot, first))
+			return first & 0xff;
+	}
 	for (__u32 i = 0; i < INSTAR_WORKERS && i < workers; i++) {
-		__u32 worker = first + i;
+		__u32 worker = (first + i) % workers;
 
-		if (worker >= workers)
-			worker -= workers;
 		if (select_socket(ctx, slot, worker))
 			return worker & 0xff;
 	}
