@@ -16,9 +16,6 @@ const (
 	defaultGrace = 20 * time.Millisecond
 	// queuePoll is how often the queues of a leaving generation are looked at.
 	queuePoll = time.Millisecond
-	// unreadLimit is how long a queue may stay as it is before the owner is held
-	// not to read it.
-	unreadLimit = 5 * time.Second
 )
 
 // ErrUnread ends a drain whose sockets still hold datagrams that nobody reads.

@@ -96,6 +96,7 @@ func (g *Group) join(workers int) (n *Generation, err error) {
 		PacketsBefore: before[slot].packets,
 	}
 	setText(info.Build[:], g.build)
+	step("announce")
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, n.closeConns())
@@ -108,6 +109,7 @@ func (g *Group) join(workers int) (n *Generation, err error) {
 	s := &g.table.Slots[slot]
 	s.Workers, s.Exhausted = uint16(workers), 0
 	atomic.StoreUint32(&s.Number, n.number)
+	step("number slot")
 	for w := range workers {
 		var conn *net.UDPConn
 		if w == 0 {
@@ -119,13 +121,16 @@ func (g *Group) join(workers int) (n *Generation, err error) {
 			return n, g.explainBind(err)
 		}
 		n.conns = append(n.conns, conn)
+		step("bind")
 		if err := g.register(slot, w, conn); err != nil {
 			return n, err
 		}
+		step("register")
 	}
 	slots, activated := g.table.order()
 	g.table.publish(staged(slots, activated, slot))
 	info.Stage = bpf.StageJoined
+	step("join")
 	return n, nil
 }
 

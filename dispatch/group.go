@@ -260,10 +260,15 @@ func (g *Group) update(change func() error) error {
 	if i, err := inode(g.dir); err != nil || i != g.inode {
 		return errors.Join(fmt.Errorf("the group was removed and made anew since it was opened; open it again: %w", ErrNotExist), err, l.Unlock())
 	}
+	step("lock")
 	g.repair()
+	step("repair")
 	err = change()
+	step("change")
 	atomic.AddUint64(&g.table.Changes, 1)
+	step("count change")
 	g.notify()
+	step("notify")
 	return errors.Join(err, l.Unlock())
 }
 
@@ -339,6 +344,7 @@ func (g *Group) publish(slots []uint8, activated int) {
 		if old.number() != 0 {
 			g.table.Info[old.slot()].Superseded = t
 		}
+		step("note times")
 	}
 	g.table.publish(slots, activated)
 }
@@ -348,6 +354,7 @@ func (g *Group) vacate(slot uint8) {
 	for w := range g.table.MaxWorkers {
 		// An empty entry is what we want.
 		_ = g.pins.sockets.Delete(uint32(slot)*g.table.MaxWorkers + w)
+		step("take socket out")
 	}
 	g.table.Info[slot].Stage = bpf.StageFree
 }

@@ -11,7 +11,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/features"
@@ -36,10 +35,6 @@ const (
 	// asidePrefix starts the name of a folder that is being built. Group names
 	// start with "udp".
 	asidePrefix = "new-"
-
-	// lockWait is how long a writer waits for another one. Every transaction
-	// takes milliseconds.
-	lockWait = 10 * time.Second
 )
 
 // oldestKernel has what the data plane needs: global functions, mapped arrays,
@@ -215,9 +210,11 @@ func build(dir string, o Options, k key, prefix int, owner *Owner) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, p.close()) }()
+	step("load")
 	if err := initialise(p, o, k, prefix); err != nil {
 		return err
 	}
+	step("initialise")
 	aside := filepath.Join(dir, asidePrefix+fmt.Sprint(os.Getpid()))
 	if err := os.Mkdir(aside, 0o700); err != nil {
 		return fmt.Errorf("create group: make folder: %w", err)
@@ -227,23 +224,28 @@ func build(dir string, o Options, k key, prefix int, owner *Owner) (err error) {
 			err = errors.Join(err, removePins(aside))
 		}
 	}()
+	step("make folder aside")
 	for name, m := range p.maps() {
 		if err := m.Pin(filepath.Join(aside, name)); err != nil {
 			return fmt.Errorf("create group: pin map %s: %w", name, err)
 		}
+		step("pin map")
 	}
 	if err := p.program.Pin(filepath.Join(aside, pinProgram)); err != nil {
 		return fmt.Errorf("create group: pin program: %w", err)
 	}
+	step("pin program")
 	if owner != nil {
 		if err := give(aside, *owner); err != nil {
 			return err
 		}
+		step("give")
 	}
 	final := filepath.Join(dir, k.folder())
 	if err := bpffs.RenameNoReplace(aside, final); err != nil {
 		return fmt.Errorf("create group: publish %s: %w", final, err)
 	}
+	step("publish folder")
 	return nil
 }
 
@@ -275,6 +277,7 @@ func removePins(dir string) error {
 		if err := os.Remove(filepath.Join(dir, e.Name())); err != nil {
 			return err
 		}
+		step("remove pin")
 	}
 	return os.Remove(dir)
 }

@@ -84,7 +84,9 @@ func (t table) publish(slots []uint8, activated int) {
 		s := &t.Slots[slots[0]]
 		w = newWord(s.Number, slots[0], next, s.Workers)
 	}
+	step("write order")
 	atomic.StoreUint64(&t.Active, uint64(w))
+	step("publish order")
 }
 
 // state reads a generation's state off the order.

@@ -67,6 +67,7 @@ func (g *Group) swapProgram() error {
 	if err := program.Pin(aside); err != nil {
 		return errors.Join(fmt.Errorf("pin program: %w", err), program.Close())
 	}
+	step("pin program aside")
 	undo := func(err error) error {
 		g.pins.program = old
 		return errors.Join(err, os.Remove(aside), program.Close())
@@ -78,11 +79,13 @@ func (g *Group) swapProgram() error {
 	if err := g.attachLive(); err != nil {
 		return undo(err)
 	}
+	step("attach")
 	// From here on every packet runs the new program; the pin is for those who join
 	// an address that has no socket left.
 	if err := os.Rename(aside, filepath.Join(g.dir, pinProgram)); err != nil {
 		return fmt.Errorf("publish program: %w", err)
 	}
+	step("publish program")
 	setText(g.table.Program[:], bpf.Build(g.table.Steering))
 	return old.Close()
 }

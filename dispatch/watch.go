@@ -13,13 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-const (
-	// guardEvery is how often a process that has joined looks whether the active
-	// generation still lives.
-	guardEvery = 250 * time.Millisecond
-	// pollEvery replaces notifications where inotify(7) is not to be had.
-	pollEvery = 20 * time.Millisecond
-)
+// pollEvery replaces notifications where inotify(7) is not to be had.
+const pollEvery = 20 * time.Millisecond
 
 // watch learns of changes that other processes make. A writer touches the group's
 // folder at the end of each change (notify); inotify tells everybody else. It is also
