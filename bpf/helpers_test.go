@@ -217,18 +217,21 @@ func (c counts) String() string {
 // group is a data plane on real sockets in the network namespace of the calling
 // goroutine.
 type group struct {
-	t       testing.TB
-	config  Config
-	coll    *ebpf.Collection
-	program *ebpf.Program
-	control *Control
-	keys    connid.Keys
-	codec   *connid.Codec
-	random  random
-	address netip.AddrPort // port 0 until the first socket is bound
-	sockets map[connid.Handle]int
-	client  int
+	t         testing.TB
+	config    Config
+	coll      *ebpf.Collection
+	program   *ebpf.Program
+	control   *Control
+	keys      connid.Keys
+	codec     *connid.Codec
+	random    random
+	address   netip.AddrPort // port 0 until the first socket is bound
+	sockets   map[connid.Handle]int
+	bystander int // bound like the others and not registered: nothing may reach it
+	client    int
 }
+
+const closed = -1
 
 var (
 	loopback4 = netip.MustParseAddr("127.0.0.1")
@@ -247,38 +250,70 @@ func newGroup(t testing.TB, c Config, host netip.Addr) *group {
 	}
 	coll := load(t, spec, ebpf.CollectionOptions{})
 	g := &group{
-		t:       t,
-		config:  c,
-		coll:    coll,
-		program: coll.Programs[name],
-		control: mapped[Control](t, coll.Maps[MapControl]),
-		random:  seeded(t.Name()),
-		address: netip.AddrPortFrom(host, 0),
-		sockets: make(map[connid.Handle]int),
-		client:  newSocket(t, host),
+		config:    c,
+		coll:      coll,
+		program:   coll.Programs[name],
+		control:   mapped[Control](t, coll.Maps[MapControl]),
+		keys:      seededKeys(t, seeded("keys of "+t.Name())),
+		bystander: closed,
+		client:    closed,
 	}
-	g.keys = seededKeys(t, g.random)
 	g.codec = codecOf(t, g.keys, c.Prefix)
 	if err := coll.Maps[MapSecrets].Put(uint32(0), secretsOf(g.keys)); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
-		for h := range g.sockets {
-			g.close(h)
-		}
-	})
+	g.reset(t, host)
+	t.Cleanup(g.closeAll)
 	return g
 }
 
-func newSocket(t testing.TB, host netip.Addr) int {
+// reset makes the group as good as new, at most its counters go on. Loading the
+// program takes far longer.
+func (g *group) reset(t testing.TB, host netip.Addr) {
 	t.Helper()
-	fd := openSocket(t, host)
-	t.Cleanup(func() {
-		if err := unix.Close(fd); err != nil {
-			t.Error(err)
+	g.t = t
+	g.closeAll()
+	*g.control = Control{}
+	var keys []uint64
+	flows := g.coll.Maps[MapFlows]
+	var key uint64
+	var f Flow
+	for i := flows.Iterate(); i.Next(&key, &f); {
+		keys = append(keys, key)
+	}
+	for _, key := range keys {
+		if err := flows.Delete(key); err != nil {
+			t.Fatal(err)
 		}
-	})
-	return fd
+	}
+	g.random = seeded(t.Name())
+	g.address = netip.AddrPortFrom(host, 0)
+	g.client = openSocket(t, host)
+	g.sockets = make(map[connid.Handle]int)
+}
+
+func (g *group) closeAll() {
+	for h := range g.sockets {
+		g.close(h)
+	}
+	for _, fd := range []*int{&g.bystander, &g.client} {
+		if *fd == closed {
+			continue
+		}
+		if err := unix.Close(*fd); err != nil {
+			g.t.Error(err)
+		}
+		*fd = closed
+	}
+}
+
+// newClient makes the following datagrams come from another port.
+func (g *group) newClient() {
+	g.t.Helper()
+	if err := unix.Close(g.client); err != nil {
+		g.t.Fatal(err)
+	}
+	g.client = openSocket(g.t, g.address.Addr())
 }
 
 func openSocket(t testing.TB, host netip.Addr) int {
@@ -290,6 +325,20 @@ func openSocket(t testing.TB, host netip.Addr) int {
 	fd, err := unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		t.Fatal(err)
+	}
+	return fd
+}
+
+// bindSocket makes a member of the reuseport group of an address.
+func bindSocket(t testing.TB, address netip.AddrPort) int {
+	t.Helper()
+	fd := openSocket(t, address.Addr())
+	err := errors.Join(
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1),
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 64<<20),
+		unix.Bind(fd, sockaddr(address)))
+	if err != nil {
+		t.Fatalf("bind %v: %v", address, errors.Join(err, unix.Close(fd)))
 	}
 	return fd
 }
@@ -313,19 +362,15 @@ func (g *group) join(slot uint8, number uint32, workers int) {
 // bind makes a socket and registers it.
 func (g *group) bind(h connid.Handle) {
 	g.t.Helper()
-	fd := openSocket(g.t, g.address.Addr())
-	g.sockets[h] = fd
 	must := func(what string, err error) {
 		g.t.Helper()
 		if err != nil {
 			g.t.Fatalf("%s of %v: %v", what, h, err)
 		}
 	}
-	must("set SO_REUSEPORT", unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1))
-	must("set SO_RCVBUFFORCE", unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 64<<20))
-	must("bind", unix.Bind(fd, sockaddr(g.address)))
-	if g.address.Port() == 0 {
-		sa, err := unix.Getsockname(fd)
+	if g.bystander == closed {
+		g.bystander = bindSocket(g.t, g.address)
+		sa, err := unix.Getsockname(g.bystander)
 		must("get address", err)
 		port := 0
 		switch sa := sa.(type) {
@@ -335,8 +380,10 @@ func (g *group) bind(h connid.Handle) {
 			port = sa.Port
 		}
 		g.address = netip.AddrPortFrom(g.address.Addr(), uint16(port))
-		must("attach the program", unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ATTACH_REUSEPORT_EBPF, g.program.FD()))
+		must("attach the program", unix.SetsockoptInt(g.bystander, unix.SOL_SOCKET, unix.SO_ATTACH_REUSEPORT_EBPF, g.program.FD()))
 	}
+	fd := bindSocket(g.t, g.address)
+	g.sockets[h] = fd
 	index := uint32(h.Slot())*uint32(g.config.MaxWorkers) + uint32(h.Worker())
 	must("register", g.coll.Maps[MapSockets].Put(index, uint64(fd)))
 
@@ -459,6 +506,11 @@ func (g *group) receive(n int) []received {
 	read()
 	if len(all) > n {
 		g.t.Fatalf("received %d datagrams, want %d", len(all), n)
+	}
+	if g.bystander != closed {
+		if n, _, err := unix.Recvfrom(g.bystander, buf, unix.MSG_DONTWAIT); !errors.Is(err, unix.EAGAIN) {
+			g.t.Errorf("a socket that is not registered got %d bytes, %v", n, err)
+		}
 	}
 	return all
 }
