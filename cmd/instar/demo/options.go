@@ -49,8 +49,9 @@ const (
 	DefaultWorkers     = 4
 )
 
-// shortestInterval is the least time between two upgrades.
-const shortestInterval = 500 * time.Millisecond
+// shortestInterval is the least time between two upgrades. A predecessor drains
+// for longer, and a group has room for 16 generations.
+const shortestInterval = time.Second
 
 // leadIn is the time under load before the first upgrade, and leadOut the one
 // after the last.
@@ -82,7 +83,7 @@ func (o Options) WithDefaults() (Options, error) {
 	if o.Seed == 0 {
 		o.Seed = uint64(time.Now().UnixNano())
 	}
-	shortest := leadIn + leadOut + time.Duration(o.Upgrades)*shortestInterval
+	shortest := leadIn + leadOut + time.Duration(o.Upgrades-1)*shortestInterval
 	var errs []error
 	check := func(ok bool, format string, args ...any) {
 		if !ok {

@@ -123,15 +123,16 @@ func how(m Method) string {
 
 // outcome is the run in one sentence.
 func outcome(r *Result) string {
-	parts := []string{fmt.Sprintf("%d upgrades, %s requests", r.Upgrades, group(r.Requests))}
+	parts := []string{plural(int64(r.Upgrades), "upgrade"), plural(r.Requests, "request")}
 	for _, c := range []struct {
 		n    int64
 		what string
 	}{
-		{r.FailedRequests, "requests failed"}, {r.FailedHandshakes, "handshakes failed"}, {r.BrokenConnections, "connections broke"}, {r.FailedMigrations, "migrations failed"},
+		{r.FailedRequests, "failed request"}, {r.FailedHandshakes, "failed handshake"},
+		{r.BrokenConnections, "broken connection"}, {r.FailedMigrations, "failed migration"},
 	} {
 		if c.n > 0 {
-			parts = append(parts, group(c.n)+" "+c.what)
+			parts = append(parts, plural(c.n, c.what))
 		}
 	}
 	if r.Lost() == 0 {

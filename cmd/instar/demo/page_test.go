@@ -83,7 +83,7 @@ func TestPageData(t *testing.T) {
 	text := renderPage(t, report)
 	for _, want := range []string{
 		"<h1>Nothing lost</h1>", "replaced once by a new process", "56,789", "1,234", "20 MiB", "12.5 ms", "Linux 6.18.0", "seed 42",
-		`<td class="bad">1,001</td>`, "1,001 requests failed, 3 handshakes failed, 4 connections broke", "3 February 2026",
+		`<td class="bad">1,001</td>`, "1 upgrade, 34 requests, 1,001 failed requests, 3 failed handshakes, 4 broken connections", "3 February 2026",
 	} {
 		if !strings.Contains(text, want) {
 			t.Errorf("no %s", want)
@@ -190,7 +190,7 @@ func TestOptions(t *testing.T) {
 			}
 		}
 	}
-	_, err = Options{Upgrades: -1, Connections: -1, Rate: -1, Workers: -1}.WithDefaults()
+	_, err = Options{Upgrades: -1, Connections: -1, Rate: -1, Workers: -1, Duration: time.Second}.WithDefaults()
 	for _, want := range []string{"upgrades: -1", "connections: -1", "rate: -1", "workers: -1", "duration: "} {
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("no %q in %v", want, err)

@@ -17,6 +17,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"instar/internal/capset"
 )
 
 // SandboxCommand and ServerCommand are the arguments with which the demo starts
@@ -51,6 +53,14 @@ type Hooks struct {
 func Run(ctx context.Context, o Options, h Hooks) (Report, error) {
 	if os.Geteuid() != 0 {
 		return Report{}, &EnvironmentError{"needs root: it makes a network namespace of its own and loads a kernel program there; run it with sudo"}
+	}
+	have, err := capset.Effective()
+	if err != nil {
+		return Report{}, err
+	}
+	if missing := have.Missing(capset.SysAdmin, capset.NetAdmin); len(missing) > 0 {
+		return Report{}, &EnvironmentError{fmt.Sprintf("needs %s to make a network namespace of its own and to load a kernel program there; "+
+			"in a container, run it privileged", capset.Names(missing))}
 	}
 	options, err := json.Marshal(o)
 	if err != nil {
@@ -92,8 +102,8 @@ func Run(ctx context.Context, o Options, h Hooks) (Report, error) {
 	err = cmd.Start()
 	_ = w.Close()
 	if errors.Is(err, unix.EPERM) {
-		return Report{}, &EnvironmentError{"needs CAP_SYS_ADMIN to make a network and a mount namespace: " + err.Error() +
-			"; in a container, run it privileged"}
+		return Report{}, &EnvironmentError{fmt.Sprintf("a network and a mount namespace cannot be made: %v; "+
+			"a seccomp filter or a security module forbids it: in a container, run it privileged", err)}
 	}
 	if err != nil {
 		return Report{}, fmt.Errorf("start sandbox: %w", err)

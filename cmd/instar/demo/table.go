@@ -122,6 +122,13 @@ func group[T int64 | uint64](n T) string {
 	return s
 }
 
+func plural(n int64, what string) string {
+	if n != 1 {
+		what += "s"
+	}
+	return group(n) + " " + what
+}
+
 // size writes a number of bytes.
 func size(n int64) string {
 	switch {
