@@ -45,6 +45,7 @@ var rules = []rule{
 	{folder: "handover/...", ours: []string{"handover/...", "internal/..."}},
 	{folder: "quicdemo/...", ours: []string{"quicdemo/...", "dispatch/...", "handover/...", "internal/..."}},
 	{folder: "wgdemo/...", ours: []string{"wgdemo/...", "dispatch/...", "handover/...", "internal/..."}},
+	{folder: "internal/bench/...", ours: []string{"internal/...", "bpf", "dispatch/..."}},
 	{folder: "internal/...", ours: []string{"internal/..."}},
 	{folder: "cmd/...", ours: []string{"..."}},
 }
@@ -57,8 +58,14 @@ var exclusive = map[string][]string{
 	"github.com/prometheus/client_golang": {"cmd/instar/..."},
 }
 
-// testOnly is for tests alone, wherever they are.
-const testOnly = "internal/testutil"
+// apart are folders of internal that only a few may import, or nobody.
+var apart = map[string]struct {
+	why   string
+	users []string
+}{
+	"internal/testutil": {"is for tests", nil},
+	"internal/bench":    {"is for the benchmark's command", []string{"cmd/..."}},
+}
 
 // mains are commands whose main file is no more than a call of a package, and
 // how many lines of code that may take.
@@ -101,12 +108,13 @@ func ruleOf(folder string) (rule, bool) {
 // refuse says why the import is not allowed; it is empty where it is.
 func refuse(module string, r rule, folder, imported string) string {
 	if ours, ok := within(module, imported); ok {
-		switch {
-		case matches(testOnly+"/...", ours):
-			if !matches(testOnly+"/...", folder) {
-				return testOnly + " is for tests"
+		for other, a := range apart {
+			pattern := other + "/..."
+			if matches(pattern, ours) && !matches(pattern, folder) && !anyMatches(a.users, folder) {
+				return other + " " + a.why
 			}
-		case ours != folder && !anyMatches(r.ours, ours):
+		}
+		if ours != folder && !anyMatches(r.ours, ours) {
 			return fmt.Sprintf("%s may import of this module: %s", r.folder, list(r.ours))
 		}
 		return ""
@@ -344,6 +352,13 @@ func TestCheck(t *testing.T) {
 		{"internal/bpffs", "m/internal/testutil", "is for tests"},
 		{"internal/testutil", "m/internal/kernel", ""},
 		{"internal/testutil/more", "m/internal/testutil", ""},
+		{"cmd/instar/cli", "m/internal/testutil/more", "is for tests"},
+		{"internal/bench", "m/dispatch", ""},
+		{"internal/bench", "m/internal/kernel", ""},
+		{"internal/bench", "m/handover", "internal/bench/... may import"},
+		{"internal/kernel", "m/internal/bench", "is for the benchmark's command"},
+		{"dispatch", "m/internal/bench", "is for the benchmark's command"},
+		{"cmd/bench", "m/internal/bench", ""},
 		{"newfolder", "os", "the folder has no rule"},
 		{".", "os", "the folder has no rule"},
 		{"dispatch", "mother/thing", ""}, // another module of the standard library's form
