@@ -192,7 +192,11 @@ func (s *summary) fail(pkgName, name, output string) {
 // located is a line that t.Log, t.Skip and the like print.
 var located = regexp.MustCompile(`^\s*\S+\.go:\d+: `)
 
+// reasonLimit is where a reason is cut off.
+const reasonLimit = 200
+
 // skipReason is the last thing that a skipped test printed, without its place.
+// A testscript prints its reason before its log.
 func skipReason(output string) string {
 	var lines []string
 	for line := range strings.Lines(output) {
@@ -200,7 +204,9 @@ func skipReason(output string) string {
 		if trimmed == "" || strings.HasPrefix(trimmed, "=== ") || strings.HasPrefix(trimmed, "--- ") {
 			continue
 		}
-		if place := located.FindString(line); place != "" {
+		if place := located.FindString(line); strings.HasPrefix(strings.TrimSpace(place), "testscript.go:") && len(lines) > 0 {
+			break
+		} else if place != "" {
 			lines = []string{strings.TrimSpace(line[len(place):])}
 		} else {
 			lines = append(lines, trimmed) // of a message of several lines
@@ -209,7 +215,11 @@ func skipReason(output string) string {
 	if len(lines) == 0 {
 		return "no reason given"
 	}
-	return strings.Join(lines, " ")
+	reason := strings.Join(lines, " ")
+	if len(reason) > reasonLimit {
+		reason = strings.ToValidUTF8(reason[:reasonLimit], "") + "..."
+	}
+	return reason
 }
 
 func (s *summary) endPackage(p *pkg, e event) {

@@ -210,7 +210,10 @@ func TestSkipReason(t *testing.T) {
 		"":                           "no reason given",
 		"=== RUN   TestX\n":          "no reason given",
 		"    x_test.go:7: because\n": "because",
-		"=== RUN   TestX\n    x_test.go:7: looking\n    x_test.go:8: two\n        lines\n--- SKIP: TestX (0.00s)\n": "two lines",
+		"=== RUN   TestX\n    x_test.go:7: looking\n    x_test.go:8: two\n        lines\n--- SKIP: TestX (0.00s)\n":  "two lines",
+		"    cmd.go:380: needs root\n    testscript.go:609: WORK=$WORK\n        PATH=/bin\n        > [!root] skip\n": "needs root",
+		"    testscript.go:609: all there is\n":               "all there is",
+		"    x_test.go:7: " + strings.Repeat("ö", 150) + "\n": strings.Repeat("ö", 100) + "...",
 	} {
 		if got := skipReason(output); got != want {
 			t.Errorf("%q: %q, want %q", output, got, want)
