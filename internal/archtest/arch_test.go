@@ -58,14 +58,8 @@ var exclusive = map[string][]string{
 	"github.com/prometheus/client_golang": {"cmd/instar/..."},
 }
 
-// apart are folders of internal that only a few may import, or nobody.
-var apart = map[string]struct {
-	why   string
-	users []string
-}{
-	"internal/testutil": {"is for tests", nil},
-	"internal/bench":    {"is for the benchmark's command", []string{"cmd/..."}},
-}
+// testOnly is for tests alone, wherever they are.
+const testOnly = "internal/testutil"
 
 // mains are commands whose main file is no more than a call of a package, and
 // how many lines of code that may take.
@@ -108,11 +102,8 @@ func ruleOf(folder string) (rule, bool) {
 // refuse says why the import is not allowed; it is empty where it is.
 func refuse(module string, r rule, folder, imported string) string {
 	if ours, ok := within(module, imported); ok {
-		for other, a := range apart {
-			pattern := other + "/..."
-			if matches(pattern, ours) && !matches(pattern, folder) && !anyMatches(a.users, folder) {
-				return other + " " + a.why
-			}
+		if matches(testOnly+"/...", ours) && !matches(testOnly+"/...", folder) {
+			return testOnly + " is for tests"
 		}
 		if ours != folder && !anyMatches(r.ours, ours) {
 			return fmt.Sprintf("%s may import of this module: %s", r.folder, list(r.ours))
@@ -356,9 +347,6 @@ func TestCheck(t *testing.T) {
 		{"internal/bench", "m/dispatch", ""},
 		{"internal/bench", "m/internal/kernel", ""},
 		{"internal/bench", "m/handover", "internal/bench/... may import"},
-		{"internal/kernel", "m/internal/bench", "is for the benchmark's command"},
-		{"dispatch", "m/internal/bench", "is for the benchmark's command"},
-		{"cmd/bench", "m/internal/bench", ""},
 		{"newfolder", "os", "the folder has no rule"},
 		{".", "os", "the folder has no rule"},
 		{"dispatch", "mother/thing", ""}, // another module of the standard library's form
