@@ -431,10 +431,12 @@ type mutator struct {
 	t       testing.TB
 	codec   *connid.Codec
 	numbers [MaxSlots]uint32 // the table
+	handle  func() connid.Handle
 }
 
 func newMutator(t testing.TB, r random, codec *connid.Codec) *mutator {
 	m := &mutator{random: r, t: t, codec: codec}
+	m.handle = func() connid.Handle { return connid.Handle(r.Uint32()) }
 	for i := range m.numbers {
 		if r.IntN(4) > 0 {
 			m.numbers[i] = uint32(r.IntN(5)) // few, so that IDs of others' generations are common
@@ -443,15 +445,27 @@ func newMutator(t testing.TB, r random, codec *connid.Codec) *mutator {
 	return m
 }
 
+// noise is a datagram without an ID of ours. Some of it looks like one.
+func (m *mutator) noise() []byte {
+	switch m.IntN(4) {
+	case 0:
+		return m.octets(m.IntN(40))
+	case 1:
+		return longHeader(m.version(), m.octets(m.IntN(256)))
+	}
+	cid := m.octets(m.codec.Len())
+	cid[0] = cid[0]&0xe0 | m.codec.FirstOctet()&0x1f
+	if m.IntN(2) == 0 {
+		return longHeader(m.version(), cid)
+	}
+	return shortHeader(cid)
+}
+
 func (m *mutator) datagram() []byte {
 	var d []byte
 	switch m.IntN(8) {
-	case 0:
-		d = m.octets(m.IntN(40))
-	case 1:
-		d = longHeader(m.version(), m.octets(m.IntN(256)))
-	case 2:
-		d = shortHeader(m.octets(m.IntN(30)))
+	case 0, 1, 2:
+		d = m.noise()
 	case 3, 4:
 		d = longHeader(m.version(), m.cid())
 	default:
@@ -490,7 +504,7 @@ func (m *mutator) version() uint32 {
 }
 
 func (m *mutator) cid() []byte {
-	h := connid.Handle(m.Uint32())
+	h := m.handle()
 	number := m.numbers[h.Slot()]
 	if number == 0 || m.IntN(8) == 0 {
 		number = 1 + uint32(m.IntN(5))

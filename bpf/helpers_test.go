@@ -450,9 +450,22 @@ func sendTo(t testing.TB, fd int, to netip.AddrPort, datagram []byte) {
 }
 
 // counted reads the counters, the sum of all CPUs.
-func (g *group) counted() (c counts) {
+func (g *group) counted() counts {
 	g.t.Helper()
-	for _, cpu := range g.perCPU() {
+	c, err := g.count()
+	if err != nil {
+		g.t.Fatal(err)
+	}
+	return c
+}
+
+// count is counted for goroutines that may not end the test.
+func (g *group) count() (c counts, err error) {
+	var all []Counters
+	if err := g.coll.Maps[MapVerdicts].Lookup(uint32(0), &all); err != nil {
+		return c, err
+	}
+	for _, cpu := range all {
 		for i, n := range cpu.Verdicts {
 			c.verdicts[i] += n
 		}
@@ -460,15 +473,7 @@ func (g *group) counted() (c counts) {
 			c.slots[i] += cpu.Slots[i].Packets
 		}
 	}
-	return c
-}
-
-func (g *group) perCPU() (all []Counters) {
-	g.t.Helper()
-	if err := g.coll.Maps[MapVerdicts].Lookup(uint32(0), &all); err != nil {
-		g.t.Fatal(err)
-	}
-	return all
+	return c, nil
 }
 
 // received is a datagram and the socket that has it.
