@@ -31,8 +31,25 @@ type conn struct {
 	quic     *quic.Conn
 	http     *http3.Server
 	serving  chan struct{} // closed once http serves it
-	requests atomic.Int32  // requests under way
-	told     bool          // guarded by connSet.mu
+	since    time.Time
+	began    atomic.Bool  // had a request
+	requests atomic.Int32 // requests under way
+	told     bool         // guarded by connSet.mu
+}
+
+// shy is how long a connection may wait with its first request before it is
+// told to go.
+const shy = time.Second
+
+// settled says whether the connection can be told to go. One that has just
+// come is about to send its first request, and would have to send it again.
+func (c *conn) settled() bool { return c.began.Load() || time.Since(c.since) > shy }
+
+// request counts a request until the function that it returns is called.
+func (c *conn) request() (done func()) {
+	c.began.Store(true)
+	c.requests.Add(1)
+	return func() { c.requests.Add(-1) }
 }
 
 type connKey struct{}
@@ -55,7 +72,7 @@ func (s *connSet) live() int { return int(s.alive.Load()) }
 
 // serve serves an accepted connection in the background until it is closed.
 func (s *connSet) serve(q *quic.Conn) {
-	c := &conn{quic: q, serving: make(chan struct{})}
+	c := &conn{quic: q, serving: make(chan struct{}), since: time.Now()}
 	c.http = &http3.Server{
 		Handler: s.handler,
 		ConnContext: func(ctx context.Context, _ *quic.Conn) context.Context {
@@ -97,7 +114,7 @@ func (s *connSet) goaway(n int) {
 		if n <= 0 {
 			return
 		}
-		if c.told {
+		if c.told || !c.settled() {
 			continue
 		}
 		n--

@@ -75,8 +75,6 @@ const (
 	sampleEvery = 100 * time.Millisecond
 	// rampRate is how many persistent connections open in a second.
 	rampRate = 200
-	// unwind is how long requests may go on after the end of the run.
-	unwind = 5 * time.Second
 	// probeTime is how long a new path may take to answer.
 	probeTime = 5 * time.Second
 	// moveBytes and moveTime are the shape of a download that moves: long
@@ -224,7 +222,8 @@ func (l *loader) run(ctx context.Context) *Result {
 
 	<-ctx.Done()
 	took := time.Since(began)
-	giveUp := time.AfterFunc(unwind, func() { cancel(errTimeout) })
+	// What is dead fails by itself before that.
+	giveUp := time.AfterFunc(max(l.cfg.HandshakeTimeout, l.cfg.IdleTimeout)+time.Second, func() { cancel(errTimeout) })
 	workers.Wait()
 	giveUp.Stop()
 	close(ended)
@@ -234,18 +233,20 @@ func (l *loader) run(ctx context.Context) *Result {
 
 // sample reports every 100 ms, and once more at the end.
 func (l *loader) sample(began time.Time, ended <-chan struct{}) {
-	if l.cfg.Sample == nil {
-		return
-	}
 	tick := time.NewTicker(sampleEvery)
 	defer tick.Stop()
-	for {
+	last, done := began, false
+	for !done {
 		select {
 		case <-tick.C:
-			l.cfg.Sample(l.rec.sample(time.Since(began)))
 		case <-ended:
-			l.cfg.Sample(l.rec.sample(time.Since(began)))
-			return
+			done = true
+		}
+		late := time.Since(last) - sampleEvery
+		last = last.Add(late + sampleEvery)
+		l.rec.update(func(r *Result) { r.Stall = max(r.Stall, late.Seconds()*1000) })
+		if s := l.rec.sample(last.Sub(began)); l.cfg.Sample != nil {
+			l.cfg.Sample(s)
 		}
 	}
 }

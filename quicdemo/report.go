@@ -55,6 +55,10 @@ type Result struct {
 	// ZeroRTT counts connections with early data.
 	ZeroRTT ZeroRTT `json:"zero_rtt"`
 
+	// Stall is by how much this process was late at most to look at its clock,
+	// in milliseconds. Latencies and timeouts of that order are the machine's.
+	Stall float64 `json:"stall_ms"`
+
 	Handshake Latency `json:"handshake_ms"`
 	Request   Latency `json:"request_ms"`
 
@@ -122,6 +126,7 @@ func (r *Result) String() string {
 	row("port changes", "%d migrations, %d rebinds", r.Migrations, r.Rebinds)
 	row("handshake", "p50 %.1f ms, p99 %.1f ms, max %.1f ms", r.Handshake.P50, r.Handshake.P99, r.Handshake.Max)
 	row("request", "p50 %.1f ms, p99 %.1f ms, max %.1f ms", r.Request.P50, r.Request.P99, r.Request.Max)
+	row("clock was late by", "%.0f ms at most", r.Stall)
 	row("lost", "%d", r.Lost())
 	if r.Lost() > 0 {
 		row("  handshakes", "%d", r.FailedHandshakes)

@@ -105,6 +105,7 @@ type Server struct {
 	started   time.Time
 	requests  atomic.Int64
 	refusing  atomic.Bool // stopping with no successor
+	replaced  atomic.Bool // leaving to a successor
 	upgrading sync.Mutex
 
 	stopOnce sync.Once
@@ -113,7 +114,7 @@ type Server struct {
 
 	transports []*quic.Transport
 	acceptors  sync.WaitGroup
-	closing    context.Context // done when Run ends
+	closing    context.Context // done when Run ends, and no upgrade begins from then on
 	children   sync.WaitGroup  // one for each successor that is watched
 }
 
@@ -245,8 +246,12 @@ func (s *Server) Run(ctx context.Context) (err error) {
 				s.log.Info("active again, the successor is gone")
 				continue
 			}
+			s.replaced.Store(true)
 		}
 		break
+	}
+	if s.sockets.state() == "draining" {
+		s.replaced.Store(true)
 	}
 	open, _ := s.conns.size()
 	s.conns.close(math.MaxInt, true)
@@ -452,6 +457,7 @@ func (s *Server) close() error {
 	}
 	err = errors.Join(err, s.sockets.close())
 	s.conns.wg.Wait()
+	s.upgrading.Lock() // an upgrade that is under way ends, now that closing is done
 	s.children.Wait()
 	return err
 }

@@ -22,7 +22,7 @@ import (
 )
 
 // patience is how long a test waits for what has to happen.
-const patience = 10 * time.Second
+const patience = 30 * time.Second
 
 // running is a server that a test started in this process.
 type running struct {

@@ -93,6 +93,9 @@ func (s *Server) Upgrade(ctx context.Context) error {
 	log.Info("started a successor")
 
 	began := time.Now()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(s.closing, cancel)()
 	got, err := readReport(ctx, r, began.Add(s.cfg.UpgradeTimeout))
 	switch {
 	case ctx.Err() != nil:
@@ -101,6 +104,11 @@ func (s *Server) Upgrade(ctx context.Context) error {
 		err = fmt.Errorf("not ready after %v", s.cfg.UpgradeTimeout)
 	case err == nil && got.Ready == nil:
 		err = errors.New(got.Error)
+	}
+	if err != nil && (s.replaced.Load() || s.sockets.state() == "draining") {
+		// It serves. Whether it could tell us matters to nobody.
+		log.Warn("a successor took over and did not report", "error", err)
+		return s.watch(cmd, log)
 	}
 	if err != nil {
 		_ = cmd.Process.Kill() // it may have ended by itself
