@@ -47,8 +47,9 @@
 //
 // # Needs
 //
-// Linux 5.10 or later and a bpffs. Creating a group needs CAP_BPF and
-// CAP_NET_ADMIN (CAP_SYS_ADMIN before 5.8). A server without any capability can
-// join a group that [Prepare] made for its user, on Linux 5.19 or later where
+// Linux 5.10 or later and a bpffs. Creating a group needs CAP_BPF, CAP_NET_ADMIN
+// and CAP_PERFMON (without the last one the verifier refuses pointer arithmetic
+// that it holds open to speculation). A server without any capability can join a
+// group that [Prepare] made for its user, on Linux 5.19 or later where
 // kernel.unprivileged_bpf_disabled is set.
 package dispatch

@@ -144,6 +144,11 @@ func (n *Generation) awaitDrained(ctx context.Context, o DrainOptions, final boo
 
 // idle is how long no packet came, counted from when the generation joined.
 func (n *Generation) idle() (time.Duration, error) {
+	release, err := n.group.use()
+	if err != nil {
+		return 0, err
+	}
+	defer release()
 	traffic, err := n.group.traffic()
 	if err != nil {
 		return 0, err

@@ -22,6 +22,8 @@ var (
 	ErrLayout = errors.New("unknown layout of the data plane")
 	// ErrNotSupported means that the kernel cannot do it.
 	ErrNotSupported = errors.New("not supported by this kernel")
+	// ErrNoBPFFS means that the folder for the pins is not on a bpffs.
+	ErrNoBPFFS = errors.New("no bpffs")
 	// ErrPermission means that a right is missing; the message names it.
 	ErrPermission = errors.New("not permitted")
 	// ErrService means that the group belongs to another service.
@@ -50,14 +52,19 @@ type FullError struct {
 }
 
 func (e *FullError) Error() string {
-	who := make([]string, len(e.Occupants))
-	for i, o := range e.Occupants {
-		who[i] = fmt.Sprintf("%d (%s, pid %d%s)", o.Number, o.State, o.PID, commandSuffix(o.Command))
-	}
-	return fmt.Sprintf("join group: all %d slots of its socket map are held, by generations %s; "+
+	return fmt.Sprintf("join group: all %d slots of its socket map are held, by %s; "+
 		"wait until the oldest has drained, end it (instar drain GROUP %d --deadline 0s), "+
 		"or make the group anew with a larger MaxGenerations",
-		e.Limit, strings.Join(who, ", "), e.oldest())
+		e.Limit, listed(e.Occupants), e.oldest())
+}
+
+// listed names generations and their processes for a message.
+func listed(generations []GenerationInfo) string {
+	who := make([]string, len(generations))
+	for i, n := range generations {
+		who[i] = fmt.Sprintf("generation %d (%s, pid %d%s)", n.Number, n.State, n.PID, commandSuffix(n.Command))
+	}
+	return strings.Join(who, ", ")
 }
 
 func (e *FullError) oldest() uint32 {

@@ -26,7 +26,8 @@ import (
 type Group struct {
 	dir string
 	// inode tells the folder from one that was made in its place.
-	inode     uint64
+	inode uint64
+	// namespace is the name of the network namespace, whose folder dir is in.
 	namespace string
 	key       key
 	service   string
@@ -42,8 +43,22 @@ type Group struct {
 
 	watch *watch
 
-	mu     sync.Mutex
+	// writer is held by the one goroutine that has the folder's lock, or waits
+	// for it.
+	writer sync.Mutex
+	// mu is held by those who use the pins, and exclusively by Close.
+	mu     sync.RWMutex
 	closed bool
+}
+
+// use keeps the pins open until release. It must not be nested.
+func (g *Group) use() (release func(), err error) {
+	g.mu.RLock()
+	if g.closed {
+		g.mu.RUnlock()
+		return nil, fmt.Errorf("group %s: %w", g.key, ErrClosed)
+	}
+	return g.mu.RUnlock, nil
 }
 
 // Open joins the group of an address, or creates it when there is none. The
@@ -91,24 +106,27 @@ func openOrCreate(options Options, owner *Owner) (*Group, error) {
 	}
 	dir := filepath.Join(o.Root, namespace, k.folder())
 	for range 3 {
+		if !exists(dir) {
+			if err := create(o, k, namespace, prefix, owner); err != nil && !errors.Is(err, fs.ErrExist) {
+				return nil, err
+			}
+		}
 		g, err := openExisting(dir, o.LoadBalancer)
-		switch {
-		case err == nil:
-			if err := g.adopt(o, namespace, prefix); err != nil {
+		if err != nil {
+			if !exists(dir) {
+				continue
+			}
+			return nil, err
+		}
+		if err := g.adopt(o, prefix); err != nil {
+			return nil, errors.Join(err, g.Close())
+		}
+		if owner != nil {
+			if err := give(dir, *owner); err != nil {
 				return nil, errors.Join(err, g.Close())
 			}
-			if owner != nil {
-				if err := give(dir, *owner); err != nil {
-					return nil, errors.Join(err, g.Close())
-				}
-			}
-			return g, nil
-		case exists(dir):
-			return nil, err
 		}
-		if err := create(o, k, namespace, prefix, owner); err != nil && !errors.Is(err, fs.ErrExist) {
-			return nil, err
-		}
+		return g, nil
 	}
 	return nil, fmt.Errorf("open group %s: %w: it was made and removed again while it was being opened", dir, ErrBusy)
 }
@@ -131,16 +149,27 @@ func create(o Options, k key, namespace string, prefix int, owner *Owner) error 
 	if exists(filepath.Join(parent, k.folder())) {
 		return fs.ErrExist
 	}
+	if owner == nil {
+		// What is refused leaves nothing behind. Prepare runs as another user than
+		// the sockets' owner, and binds nothing.
+		g := Group{key: k, service: o.Service, allowOverlap: o.AllowOverlap, log: logger(o)}
+		if err := g.checkAddress(); err != nil {
+			return fmt.Errorf("open group: %w", err)
+		}
+	}
 	return build(parent, o, k, prefix, owner)
 }
 
 // adopt takes the caller's options over, and refuses a group that does not fit them.
-func (g *Group) adopt(o Options, namespace string, prefix int) error {
-	g.namespace = namespace
+func (g *Group) adopt(o Options, prefix int) error {
 	if o.Service != g.service {
-		return fmt.Errorf("open group %s: %w: it belongs to service %q and this one is %q; choose another address, set the "+
-			"same service name, or when the other one is gone for good run: instar forget %s",
-			g.key, ErrService, g.service, o.Service, g.dir)
+		who := "nobody"
+		if occupants := g.generations(); len(occupants) > 0 {
+			who = listed(occupants)
+		}
+		return fmt.Errorf("open group %s: %w: it belongs to service %q (sockets are held by %s) and this one is %q; choose "+
+			"another address, set the same service name, or when the other one is gone for good run: instar forget %s",
+			g.key, ErrService, g.service, who, o.Service, g.dir)
 	}
 	if s := Steering(g.table.Steering); s != o.Steering {
 		return fmt.Errorf("open group %s: %w: its steering is %s and the options say %s; stop its servers and run "+
@@ -154,10 +183,15 @@ func (g *Group) adopt(o Options, namespace string, prefix int) error {
 	g.build = o.Build
 	g.allowOverlap = o.AllowOverlap
 	g.receiveBuffer = o.ReceiveBuffer
-	if o.Logger != nil {
-		g.log = o.Logger
-	}
+	g.log = logger(o)
 	return nil
+}
+
+func logger(o Options) *slog.Logger {
+	if o.Logger == nil {
+		return slog.New(slog.DiscardHandler)
+	}
+	return o.Logger
 }
 
 // OpenPath opens an existing group by its folder, for tools. It may be the group of
@@ -175,12 +209,13 @@ func openExisting(dir string, lb *connid.LoadBalancer) (*Group, error) {
 		return nil, err
 	}
 	g := &Group{
-		dir:     dir,
-		table:   t,
-		pins:    p,
-		service: text(t.Service[:]),
-		build:   defaultBuild(),
-		log:     slog.New(slog.DiscardHandler),
+		dir:       dir,
+		namespace: filepath.Base(filepath.Dir(dir)),
+		table:     t,
+		pins:      p,
+		service:   text(t.Service[:]),
+		build:     defaultBuild(),
+		log:       logger(Options{}),
 	}
 	unmapWith(g, t)
 	if g.inode, err = inode(dir); err != nil {
@@ -247,12 +282,13 @@ func wall(t uint64) time.Time {
 // update runs a change of the table under the folder's lock, after the table has
 // been mended.
 func (g *Group) update(change func() error) error {
-	g.mu.Lock()
-	closed := g.closed
-	g.mu.Unlock()
-	if closed {
-		return ErrClosed
+	release, err := g.use()
+	if err != nil {
+		return err
 	}
+	defer release()
+	g.writer.Lock()
+	defer g.writer.Unlock()
 	l, err := lock(g.dir)
 	if err != nil {
 		return err
@@ -299,6 +335,17 @@ func (g *Group) alive(slot uint8) bool {
 		}
 	}
 	return false
+}
+
+// activeDied reports whether the active generation has no socket any more.
+func (g *Group) activeDied() bool {
+	release, err := g.use()
+	if err != nil {
+		return false
+	}
+	defer release()
+	active := g.table.active()
+	return active.number() != 0 && !g.alive(active.slot())
 }
 
 // repair mends what dead processes left. The caller holds the lock, so whoever was

@@ -85,18 +85,7 @@ func openPins(dir string) (p *pins, t table, err error) {
 	}()
 	open := func(name string) (*ebpf.Map, error) {
 		m, err := ebpf.LoadPinnedMap(filepath.Join(dir, name), nil)
-		switch {
-		case errors.Is(err, fs.ErrNotExist):
-			return nil, fmt.Errorf("open group %s: pin %q is missing: %w; "+
-				"if no server uses the group, remove what is left with: instar forget %s", dir, name, ErrNotExist, dir)
-		case errors.Is(err, fs.ErrPermission):
-			return nil, fmt.Errorf("open group %s: pin %q: %w for uid %d; "+
-				"the group's owner is uid %s: run as that user, or give the group to this one with: instar prepare --owner USER ADDRESS",
-				dir, name, ErrPermission, os.Geteuid(), ownerOf(dir))
-		case err != nil:
-			return nil, fmt.Errorf("open group %s: pin %q: %w", dir, name, err)
-		}
-		return m, nil
+		return m, explainPin(dir, name, err)
 	}
 	if p.control, err = open(pinControl); err != nil {
 		return p, t, err
@@ -116,11 +105,26 @@ func openPins(dir string) (p *pins, t table, err error) {
 		t.unmap()
 		return p, t, err
 	}
-	if p.program, err = ebpf.LoadPinnedProgram(filepath.Join(dir, pinProgram), nil); err != nil {
+	p.program, err = ebpf.LoadPinnedProgram(filepath.Join(dir, pinProgram), nil)
+	if err = explainPin(dir, pinProgram, err); err != nil {
 		t.unmap()
-		err = fmt.Errorf("open group %s: pin %q: %w", dir, pinProgram, err)
 	}
 	return p, t, err
+}
+
+func explainPin(dir, name string, err error) error {
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return fmt.Errorf("open group %s: pin %q is missing: %w; "+
+			"if no server uses the group, remove what is left with: instar forget %s", dir, name, ErrNotExist, dir)
+	case errors.Is(err, fs.ErrPermission):
+		return fmt.Errorf("open group %s: pin %q: %w for uid %d; "+
+			"the group's owner is uid %s: run as that user, or give the group to this one with: instar prepare --owner USER ADDRESS",
+			dir, name, ErrPermission, os.Geteuid(), ownerOf(dir))
+	case err != nil:
+		return fmt.Errorf("open group %s: pin %q: %w", dir, name, err)
+	}
+	return nil
 }
 
 func ownerOf(path string) string {
@@ -161,8 +165,8 @@ func namespaceFolder(root, namespace string) (string, error) {
 		on, err = bpffs.IsBPFFS(parent)
 	}
 	if errors.Is(err, fs.ErrNotExist) || err == nil && !on {
-		return "", fmt.Errorf("create group: %s is not on a bpffs; mount one with: mount -t bpf bpf %s",
-			root, mountPointFor(parent))
+		return "", fmt.Errorf("create group: %w: %s is not on a bpffs; mount one with: mount -t bpf bpf %s",
+			ErrNoBPFFS, root, mountPointFor(parent))
 	}
 	if err != nil {
 		return "", fmt.Errorf("create group: look at %s: %w", root, err)
@@ -184,7 +188,7 @@ func namespaceFolder(root, namespace string) (string, error) {
 // the root is below it.
 func mountPointFor(parent string) string {
 	const usual = "/sys/fs/bpf"
-	if strings.HasPrefix(parent, usual) {
+	if strings.HasPrefix(parent, usual+"/") {
 		return usual
 	}
 	return parent
@@ -323,7 +327,7 @@ func explainLoad(err error) error {
 			ErrNotSupported, v, oldestKernel, err)
 	}
 	if set, e := capset.Effective(); e == nil {
-		if missing := set.Missing(capset.BPF, capset.NetAdmin); len(missing) > 0 {
+		if missing := set.Missing(capset.BPF, capset.NetAdmin, capset.Perfmon); len(missing) > 0 {
 			return fmt.Errorf("create group: %w: this process lacks %s; add them (a unit's AmbientCapabilities=, a container's "+
 				"cap-add), or make the group beforehand as root with: instar prepare --owner USER ADDRESS; cause: %w",
 				ErrPermission, capset.Names(missing), err)

@@ -9,27 +9,42 @@ import (
 	"net/netip"
 	"os"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"instar/internal/sockdiag"
 )
 
+// settle is how long a socket that no visible process holds may take to go away:
+// its process just closed it or died.
+const settle = 100 * time.Millisecond
+
 // checkAddress looks at the sockets that have the group's port, and refuses those
 // that would take packets from the group, keep it from binding, or join it behind
 // the control plane's back. It is called before every bind.
 func (g *Group) checkAddress() error {
+	for start := time.Now(); ; time.Sleep(settle / 50) {
+		rival, err := g.rival()
+		if err == nil || rival == 0 || time.Since(start) > settle || len(sockdiag.Owners(rival)) > 0 {
+			return err
+		}
+	}
+}
+
+// rival finds a socket that stands in the way, by its inode, and says in which.
+func (g *Group) rival() (inode uint32, err error) {
 	sockets, err := sockdiag.UDP(g.key.addr.Port())
 	if err != nil {
 		// A kernel without udp_diag, or a seccomp filter. Binding tells the worst of it.
 		g.log.Warn("cannot see who else is at the address", "group", g.key.String(), "err", err)
-		return nil
+		return 0, nil
 	}
 	device := 0
 	if g.key.device != "" {
 		i, err := net.InterfaceByName(g.key.device)
 		if err != nil {
-			return fmt.Errorf("find device %s: %w; create it first, or correct the name", g.key.device, err)
+			return 0, fmt.Errorf("find device %s: %w; create it first, or correct the name", g.key.device, err)
 		}
 		device = i.Index
 	}
@@ -44,32 +59,30 @@ func (g *Group) checkAddress() error {
 			continue
 		case same:
 			if s.UID != uid {
-				return fmt.Errorf("%w: %s: %s is held by uid %d and this process has effective uid %d; the kernel lets only "+
+				return s.Inode, fmt.Errorf("%w: %s: %s is held by uid %d and this process has effective uid %d; the kernel lets only "+
 					"one user share an address: run both as the same user, or stop the other one",
 					ErrOccupied, g.key, describe(s), s.UID, uid)
 			}
 			if g.left(s) {
 				continue
 			}
-			return fmt.Errorf("%w: %s: %s is not registered with this group; stop that process, or start it "+
+			return s.Inode, fmt.Errorf("%w: %s: %s is not registered with this group; stop that process, or start it "+
 				"through Instar as service %q so that it joins", ErrOccupied, g.key, describe(s), g.service)
 		case narrower:
 			if !g.allowOverlap {
-				return fmt.Errorf("%w: %s: %s is more specific and takes its packets from this group; "+
-					"stop that process, bind the same address, or set AllowOverlap",
-					ErrOccupied, g.key, describe(s))
+				return s.Inode, fmt.Errorf("%w: %s: %s is more specific and takes its packets from this group; %s",
+					ErrOccupied, g.key, describe(s), g.key.resolve(s))
 			}
 			g.log.Warn("a more specific socket takes packets from this group", "group", g.key.String(), "socket", describe(s))
 		case wider:
 			if !g.allowOverlap {
-				return fmt.Errorf("%w: %s: %s is less specific; this group would take packets from it; "+
-					"stop that process, bind the same address, or set AllowOverlap",
-					ErrOccupied, g.key, describe(s))
+				return s.Inode, fmt.Errorf("%w: %s: %s is less specific; this group would take packets from it; %s",
+					ErrOccupied, g.key, describe(s), g.key.resolve(s))
 			}
 			g.log.Warn("this group takes packets from a less specific socket", "group", g.key.String(), "socket", describe(s))
 		}
 	}
-	return nil
+	return 0, nil
 }
 
 type relation int
@@ -137,6 +150,14 @@ func score(network string, addr netip.Addr, device int) int {
 	return n
 }
 
+// resolve says what to do about a socket that overlaps.
+func (k key) resolve(s sockdiag.Socket) string {
+	if k.network != "udp4" && networkOf(s) != "udp4" && k.addr.Addr() == s.Local.Addr() {
+		return `the two differ in v6only: stop that process, set Network to "udp" (dual stack) or "udp6" (IPv6 only) in both, or set AllowOverlap`
+	}
+	return "stop that process, bind the same address, or set AllowOverlap"
+}
+
 // describe names a socket and who holds it.
 func describe(s sockdiag.Socket) string {
 	var b strings.Builder
@@ -164,6 +185,10 @@ func describe(s sockdiag.Socket) string {
 // cookies are the sockets that the map holds.
 func (g *Group) cookies() map[uint64]bool {
 	cookies := make(map[uint64]bool)
+	if g.pins == nil {
+		// The group is still to be made.
+		return cookies
+	}
 	for s := range uint32(g.table.MaxGenerations) {
 		for w := range uint32(g.table.Slots[s].Workers) {
 			var cookie uint64
@@ -178,6 +203,9 @@ func (g *Group) cookies() map[uint64]bool {
 // left reports whether an unregistered socket belongs to a generation that has
 // left the map and is about to close it.
 func (g *Group) left(s sockdiag.Socket) bool {
+	if g.pins == nil {
+		return false
+	}
 	for _, p := range sockdiag.Owners(s.Inode)[s.Inode] {
 		for i := range g.table.Info {
 			info := &g.table.Info[i]

@@ -43,6 +43,11 @@ func (g *Group) traffic() ([bpf.MaxSlots]slotTraffic, error) {
 
 // Snapshot reads the group's table and counters, without the lock.
 func (g *Group) Snapshot() (Snapshot, error) {
+	release, err := g.use()
+	if err != nil {
+		return Snapshot{}, fmt.Errorf("read snapshot: %w", err)
+	}
+	defer release()
 	verdicts, traffic, err := g.counters()
 	if err != nil {
 		return Snapshot{}, err

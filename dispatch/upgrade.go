@@ -122,11 +122,9 @@ func (g *Group) attachLive() error {
 	if err != nil {
 		return err
 	}
-	namespace := filepath.Base(filepath.Dir(g.dir))
-	if here != namespace {
+	if here != g.namespace {
 		return fmt.Errorf("%w: the group is of another network namespace; run it there (nsenter --net)", ErrMismatch)
 	}
-	g.namespace = here
 	conn, err := g.bind(nil)
 	if err != nil {
 		return g.explainBind(err)

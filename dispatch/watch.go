@@ -114,6 +114,8 @@ func (w *watch) stop() {
 	// Closing is what ends the goroutine's read.
 	_ = w.events.Close()
 	<-w.done
+	// Those who wait learn that there is nothing to wait for.
+	w.wake()
 }
 
 func (w *watch) run(every time.Duration) {
@@ -151,8 +153,7 @@ func (w *watch) guard() {
 	w.mu.Lock()
 	joined := len(w.generations) > 0
 	w.mu.Unlock()
-	active := w.group.table.active()
-	if !joined || active.number() == 0 || w.group.alive(active.slot()) {
+	if !joined || !w.group.activeDied() {
 		return
 	}
 	if err := w.group.Repair(); err != nil && !errors.Is(err, ErrClosed) {
