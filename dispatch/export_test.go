@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dispatch
+
+import (
+	"testing"
+	"time"
+
+	"instar/bpf"
+)
+
+// OnStep calls f between the steps of all changes of this process, until the
+// test ends.
+func OnStep(t testing.TB, f func(done string)) {
+	old := testStep
+	testStep = f
+	t.Cleanup(func() { testStep = old })
+}
+
+// HoldAtSteps is OnStep for a process that is going to be killed.
+func HoldAtSteps(f func(done string)) { testStep = f }
+
+// Limits that tests change, and put back when they end. No group may be in use
+// at both moments.
+
+func SetLockWait(t testing.TB, d time.Duration)    { set(t, &lockWait, d) }
+func SetGuardEvery(t testing.TB, d time.Duration)  { set(t, &guardEvery, d) }
+func SetUnreadLimit(t testing.TB, d time.Duration) { set(t, &unreadLimit, d) }
+
+func set[T any](t testing.TB, p *T, v T) {
+	old := *p
+	*p = v
+	t.Cleanup(func() { *p = old })
+}
+
+// Control is the group's table in mapped memory.
+func (g *Group) Control() *bpf.Control { return g.table.Control }
+
+// SetProgramBuild makes the table say that the group has another build of the
+// program.
+func (g *Group) SetProgramBuild(build string) { setText(g.table.Program[:], build) }
+
+// Namespace names the network namespace of the calling thread as folders do.
+func Namespace() (string, error) { return namespaceName() }
