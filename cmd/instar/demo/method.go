@@ -15,7 +15,7 @@ import (
 // How long the parts of a run may take.
 const (
 	readyPatience = 15 * time.Second
-	drainPatience = 20 * time.Second
+	drainPatience = drainDeadline + 10*time.Second
 	stopPatience  = time.Second
 	loadPatience  = 30 * time.Second
 )

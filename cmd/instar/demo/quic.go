@@ -19,10 +19,13 @@ const (
 	// flight before it says GOAWAY, and drainDeadline how long connections may
 	// stay after that.
 	handshakeGrace = time.Second
-	drainDeadline  = 10 * time.Second
+	drainDeadline  = 30 * time.Second
 	// stopDeadline is what a server that is stopped before the next one starts
 	// grants its connections: while it waits, nobody serves new ones.
 	stopDeadline = 500 * time.Millisecond
+	// clientTimeout is how long a client waits for a handshake, and on a silent
+	// connection. A machine that has much else to do can take seconds.
+	clientTimeout = 15 * time.Second
 )
 
 // serverArgs are the arguments and the environment of a server process.
@@ -60,11 +63,13 @@ func parseReady(line []byte) (quicdemo.Ready, bool) {
 // load puts load on the servers until the duration is over.
 func load(ctx context.Context, o Options, sample func(quicdemo.Sample)) (*quicdemo.Result, error) {
 	return quicdemo.Load(ctx, quicdemo.LoadConfig{
-		Addr:         listen,
-		Connections:  o.Connections,
-		NewPerSecond: o.Rate,
-		Duration:     o.Duration,
-		Seed:         o.Seed,
-		Sample:       sample,
+		Addr:             listen,
+		Connections:      o.Connections,
+		NewPerSecond:     o.Rate,
+		HandshakeTimeout: clientTimeout,
+		IdleTimeout:      clientTimeout,
+		Duration:         o.Duration,
+		Seed:             o.Seed,
+		Sample:           sample,
 	})
 }
