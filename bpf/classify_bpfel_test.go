@@ -23,6 +23,12 @@ type classifyInstarClass struct {
 	Pad      uint8
 }
 
+type classifyInstarExtent struct {
+	_      structs.HostLayout
+	Linear uint32
+	Total  uint32
+}
+
 // Names of all BPF objects in the ELF.
 //
 // Used for safe lookups in a Collection or CollectionSpec.
@@ -32,8 +38,10 @@ const (
 	classifyMapVerdicts   = "verdicts"
 	classifyProgClassify  = "classify"
 	classifyProgEmpty     = "empty"
+	classifyProgLinear    = "linear"
 	classifyVarControl    = "control"
 	classifyVarEnums      = "enums"
+	classifyVarExtent     = "extent"
 	classifyVarMaxWorkers = "max_workers"
 	classifyVarPrefix     = "prefix"
 	classifyVarResult     = "result"
@@ -84,6 +92,7 @@ type classifySpecs struct {
 type classifyProgramSpecs struct {
 	Classify *ebpf.ProgramSpec `ebpf:"classify"`
 	Empty    *ebpf.ProgramSpec `ebpf:"empty"`
+	Linear   *ebpf.ProgramSpec `ebpf:"linear"`
 }
 
 // classifyMapSpecs contains maps before they are loaded into the kernel.
@@ -101,6 +110,7 @@ type classifyMapSpecs struct {
 type classifyVariableSpecs struct {
 	Control    *ebpf.VariableSpec `ebpf:"control"`
 	Enums      *ebpf.VariableSpec `ebpf:"enums"`
+	Extent     *ebpf.VariableSpec `ebpf:"extent"`
 	MaxWorkers *ebpf.VariableSpec `ebpf:"max_workers"`
 	Prefix     *ebpf.VariableSpec `ebpf:"prefix"`
 	Result     *ebpf.VariableSpec `ebpf:"result"`
@@ -146,6 +156,7 @@ func (m *classifyMaps) Close() error {
 type classifyVariables struct {
 	Control    *ebpf.Variable `ebpf:"control"`
 	Enums      *ebpf.Variable `ebpf:"enums"`
+	Extent     *ebpf.Variable `ebpf:"extent"`
 	MaxWorkers *ebpf.Variable `ebpf:"max_workers"`
 	Prefix     *ebpf.Variable `ebpf:"prefix"`
 	Result     *ebpf.Variable `ebpf:"result"`
@@ -158,12 +169,14 @@ type classifyVariables struct {
 type classifyPrograms struct {
 	Classify *ebpf.Program `ebpf:"classify"`
 	Empty    *ebpf.Program `ebpf:"empty"`
+	Linear   *ebpf.Program `ebpf:"linear"`
 }
 
 func (p *classifyPrograms) Close() error {
 	return _ClassifyClose(
 		p.Classify,
 		p.Empty,
+		p.Linear,
 	)
 }
 

@@ -23,6 +23,14 @@ struct instar_class {
 
 struct instar_class result SEC(".data.result");
 
+/* Of the last packet that linear saw, from the UDP header. */
+struct instar_extent {
+	__u32 linear;
+	__u32 total;
+};
+
+struct instar_extent extent SEC(".data.extent");
+
 enum { LINK_HEADER = 14 };
 
 SEC("tc")
@@ -60,6 +68,15 @@ int classify(struct __sk_buff *skb)
 SEC("sk_reuseport")
 int empty(struct sk_reuseport_md *ctx)
 {
+	return SK_PASS;
+}
+
+/* How much of a packet a program can read without copying. */
+SEC("sk_reuseport")
+int linear(struct sk_reuseport_md *ctx)
+{
+	extent.linear = (long)ctx->data_end - (long)ctx->data;
+	extent.total = ctx->len;
 	return SK_PASS;
 }
 
