@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"instar/bpf"
+	"instar/internal/sockdiag"
 )
 
 // OnStep calls f between the steps of all changes of this process, until the
@@ -42,3 +43,10 @@ func (g *Group) SetProgramBuild(build string) { setText(g.table.Program[:], buil
 
 // Namespace names the network namespace of the calling thread as folders do.
 func Namespace() (string, error) { return namespaceName() }
+
+// Relate compares a socket with the address of a group: "apart", "same",
+// "narrower", "wider" or "contested".
+func Relate(o Options, s sockdiag.Socket, device int) (string, error) {
+	k, err := parseKey(o.Network, o.Address, o.Device)
+	return map[relation]string{apart: "apart", same: "same", narrower: "narrower", wider: "wider", contested: "contested"}[k.relate(s, device)], err
+}

@@ -70,9 +70,12 @@ type Options struct {
 	// Default DefaultRoot.
 	Root string
 
-	// AllowOverlap lets a group open although a more or less specific bind of
-	// the same port exists. The kernel gives a packet to the most specific
-	// bind, so the other one loses it. Default false: Open refuses.
+	// AllowOverlap lets a group open although another bind of the same port
+	// could get some of its packets. The kernel gives a packet to a socket of its
+	// very address, else to an IPv4 wildcard, else to an IPv6 one; where both are
+	// the same and only the device or v6only differs, the order of binding
+	// decides, and each new generation can turn it round. Default false: Open
+	// refuses.
 	AllowOverlap bool
 
 	// ReceiveBuffer is SO_RCVBUF of each socket in bytes, as the kernel counts

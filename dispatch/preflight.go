@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"net/netip"
 	"os"
 	"strings"
 	"time"
@@ -80,6 +79,12 @@ func (g *Group) rival() (inode uint32, err error) {
 					ErrOccupied, g.key, describe(s), g.key.resolve(s))
 			}
 			g.log.Warn("this group takes packets from a less specific socket", "group", g.key.String(), "socket", describe(s))
+		case contested:
+			if !g.allowOverlap {
+				return s.Inode, fmt.Errorf("%w: %s: %s gets packets of this group, or this group gets its packets, by the order of binding; %s",
+					ErrOccupied, g.key, describe(s), g.key.resolve(s))
+			}
+			g.log.Warn("this group and another socket get each other's packets by the order of binding", "group", g.key.String(), "socket", describe(s))
 		}
 	}
 	return 0, nil
@@ -94,11 +99,15 @@ const (
 	// narrower sockets take packets from us, wider ones lose packets to us.
 	narrower
 	wider
+	// contested packets go to the one that was bound first, or last.
+	contested
 )
 
-// relate compares a socket's address with the group's. A packet goes to the socket
-// that matches it best (compute_score in net/ipv4/udp.c and net/ipv6/udp.c): family,
-// address, device.
+// relate compares a socket's address with the group's. The kernel looks for a socket
+// of the packet's address, then for a wildcard one, and takes the first reuseport
+// group that it finds (udp4_lib_lookup2 in net/ipv4/udp.c, udp6_lib_lookup2 in
+// net/ipv6/udp.c): IPv4 sockets come first, the latest of them, then IPv6 ones, the
+// earliest of them. A device adds nothing.
 func (k key) relate(s sockdiag.Socket, device int) relation {
 	v4 := s.Family == unix.AF_INET
 	any4 := v4 || !s.V6Only && s.Local.Addr().IsUnspecified() || s.Local.Addr().Is4In6()
@@ -115,14 +124,21 @@ func (k key) relate(s sockdiag.Socket, device int) relation {
 	if !theirs.IsUnspecified() && !mine.IsUnspecified() && theirs.WithZone("") != mine.WithZone("") {
 		return apart
 	}
-	sockNetwork := networkOf(s)
-	if sockNetwork == k.network && theirs.WithZone("") == mine.WithZone("") && s.Device == device {
+	network := networkOf(s)
+	switch {
+	case network == k.network && theirs.WithZone("") == mine.WithZone("") && s.Device == device:
 		return same
-	}
-	if score(sockNetwork, theirs, s.Device) > score(k.network, mine, device) {
+	case theirs.IsUnspecified() != mine.IsUnspecified():
+		if mine.IsUnspecified() {
+			return narrower
+		}
+		return wider
+	case network == "udp4" && k.network != "udp4":
 		return narrower
+	case network != "udp4" && k.network == "udp4":
+		return wider
 	}
-	return wider
+	return contested
 }
 
 func networkOf(s sockdiag.Socket) string {
@@ -136,24 +152,13 @@ func networkOf(s sockdiag.Socket) string {
 	}
 }
 
-func score(network string, addr netip.Addr, device int) int {
-	n := 0
-	if network != "udp" {
-		n++
-	}
-	if !addr.IsUnspecified() {
-		n += 2
-	}
-	if device != 0 {
-		n += 2
-	}
-	return n
-}
-
 // resolve says what to do about a socket that overlaps.
 func (k key) resolve(s sockdiag.Socket) string {
-	if k.network != "udp4" && networkOf(s) != "udp4" && k.addr.Addr() == s.Local.Addr() {
+	switch theirs := networkOf(s); {
+	case theirs != k.network && theirs != "udp4" && k.network != "udp4" && k.addr.Addr() == s.Local.Addr():
 		return `the two differ in v6only: stop that process, set Network to "udp" (dual stack) or "udp6" (IPv6 only) in both, or set AllowOverlap`
+	case theirs == k.network && k.addr.Addr().Unmap() == s.Local.Addr().Unmap():
+		return "the two differ in the device: stop that process, bind both to devices, or set AllowOverlap"
 	}
 	return "stop that process, bind the same address, or set AllowOverlap"
 }

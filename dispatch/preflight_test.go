@@ -411,7 +411,8 @@ func TestV6OnlyMismatch(t *testing.T) {
 			w.activate(n)
 			o.Network = tc.second
 			_, err := dispatch.Open(o)
-			wantRefused(t, "Open", err, "occupied", "[::]:4433", fmt.Sprintf("(pid %d)", os.Getpid()), "v6only", "udp [::]", "udp6 [::]")
+			wantRefused(t, "Open", err, "occupied", "[::]:4433", fmt.Sprintf("(pid %d)", os.Getpid()), "by the order of binding",
+				"differ in v6only", `set Network to "udp" (dual stack) or "udp6" (IPv6 only) in both`, "udp [::]", "udp6 [::]")
 			if n.State() != dispatch.StateActive {
 				t.Errorf("the first one is %v", n.State())
 			}
