@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"instar/dispatch"
-	"instar/dispatch/connid"
 	"instar/internal/testutil"
 )
 
@@ -185,7 +184,7 @@ func lifeOfTwoGenerations(w *world, address string) {
 	if got := w.received(first, second); got != "1/0" {
 		w.Errorf("an old connection's packet went to %s", got)
 	}
-	send(make([]byte, 50))
+	send(append([]byte{0x40}, make([]byte, 50)...))
 	if got := w.received(first, second); got != "2/0" {
 		w.Errorf("a stranger's packet went to %s", got)
 	}
@@ -242,5 +241,4 @@ func TestFullGroupRefusesBeforeItBinds(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.activate(w.join(g, 1))
-	_ = connid.Handle(0)
 }

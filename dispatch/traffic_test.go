@@ -342,3 +342,47 @@ func (l *load) lossless(g *dispatch.Group, before counts) {
 	}
 	l.w.wantCounts(g, "load", before, counts{"new": l.newFlows.Load() + l.plain.Load(), "owner": l.oldFlows.Load()})
 }
+
+// serve joins and answers on all workers until the generation is closed.
+func (w *world) serve(g *dispatch.Group, workers int) *dispatch.Generation {
+	w.Helper()
+	n, err := g.Join(workers)
+	w.must(err)
+	s := serve(n)
+	w.Cleanup(func() {
+		if err := n.Close(); err != nil {
+			w.Error(err)
+		}
+		s.wait()
+	})
+	return n
+}
+
+// newFlow opens a flow, which a generation has to get.
+func (w *world) newFlow(c *client, gen uint32) flow {
+	w.Helper()
+	f, err := c.start()
+	w.must(err)
+	if f.gen != gen {
+		w.Fatalf("a new flow went to generation %d, want %d", f.gen, gen)
+	}
+	return f
+}
+
+// use sends packets of flows, which have to reach their owners.
+func (w *world) use(c *client, flows ...flow) {
+	w.Helper()
+	for _, f := range flows {
+		if err := c.use(f); err != nil {
+			w.Error(err)
+		}
+	}
+}
+
+// orphaned sends a packet of a flow whose owner is gone.
+func (w *world) orphaned(c *client, f flow, by uint32) {
+	w.Helper()
+	if got, err := c.orphaned(f); err != nil || got != by {
+		w.Errorf("an orphan of generation %d was reset by %d, want %d (%v)", f.gen, got, by, err)
+	}
+}
