@@ -34,16 +34,27 @@ type conn struct {
 	since    time.Time
 	began    atomic.Bool  // had a request
 	requests atomic.Int32 // requests under way
-	told     bool         // guarded by connSet.mu
+	told     time.Time    // when it got GOAWAY; guarded by connSet.mu
 }
 
-// shy is how long a connection may wait with its first request before it is
-// told to go.
-const shy = time.Second
+const (
+	// shy is how long a connection may wait with its first request before it is
+	// told to go.
+	shy = time.Second
+	// heed is the time that a client has to act on GOAWAY before its idle
+	// connection is closed: a request may be on its way.
+	heed = time.Second
+)
 
 // settled says whether the connection can be told to go. One that has just
 // come is about to send its first request, and would have to send it again.
 func (c *conn) settled() bool { return c.began.Load() || time.Since(c.since) > shy }
+
+// idle says whether closing the connection cuts nothing off. Its caller holds
+// connSet.mu.
+func (c *conn) idle() bool {
+	return c.requests.Load() == 0 && !c.told.IsZero() && time.Since(c.told) > heed
+}
 
 // request counts a request until the function that it returns is called.
 func (c *conn) request() (done func()) {
@@ -92,7 +103,7 @@ func (s *connSet) serve(q *quic.Conn) {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		delete(s.open, c)
-		if c.told {
+		if !c.told.IsZero() {
 			s.told--
 		}
 	})
@@ -114,11 +125,11 @@ func (s *connSet) goaway(n int) {
 		if n <= 0 {
 			return
 		}
-		if c.told || !c.settled() {
+		if !c.told.IsZero() || !c.settled() {
 			continue
 		}
 		n--
-		c.told = true
+		c.told = time.Now()
 		s.told++
 		s.wg.Go(func() {
 			// Shutdown of a server that serves nothing yet closes it for good,
@@ -132,21 +143,21 @@ func (s *connSet) goaway(n int) {
 	}
 }
 
-// close closes up to n connections with H3_NO_ERROR, the idle ones first, and
-// those with a request under way only when busy is true.
+// close closes up to n connections with H3_NO_ERROR: idle ones that were told
+// to go, and when that is not enough and busy is true, any.
 func (s *connSet) close(n int, busy bool) {
 	s.mu.Lock()
-	var chosen []*conn
-	for _, want := range []bool{false, true} {
-		if want && !busy {
-			break
-		}
-		for c := range s.open {
-			if len(chosen) < n && c.requests.Load() > 0 == want {
-				chosen = append(chosen, c)
-			}
+	var chosen, others []*conn
+	for c := range s.open {
+		switch {
+		case len(chosen) == n:
+		case c.idle():
+			chosen = append(chosen, c)
+		case busy:
+			others = append(others, c)
 		}
 	}
+	chosen = append(chosen, others[:min(len(others), n-len(chosen))]...)
 	for _, c := range chosen {
 		s.pto = max(s.pto, probeTimeout(c.quic.ConnectionStats()))
 	}
