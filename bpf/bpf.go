@@ -11,17 +11,25 @@ import (
 	"github.com/cilium/ebpf"
 )
 
-// The shared structures of abi.h, as Go sees them in mapped memory. The aliases
-// are the only names by which other packages know them.
+// Structures of abi.h, as Go sees them in mapped memory. The aliases are the only
+// names by which other packages know them.
 type (
-	Control  = quicInstarControl
-	Slot     = quicInstarSlot
-	Order    = quicInstarOrder
-	Info     = quicInstarInfo
-	Secrets  = quicInstarSecrets
-	Flow     = quicInstarFlow
+	// Control is the group: who is there and who is active.
+	Control = quicInstarControl
+	// Slot is what the packet path reads of a generation.
+	Slot = quicInstarSlot
+	// Order is an order of last resort.
+	Order = quicInstarOrder
+	// Info is what the control plane remembers of a generation.
+	Info = quicInstarInfo
+	// Secrets are the group's keys.
+	Secrets = quicInstarSecrets
+	// Flow is the value of the flow table.
+	Flow = quicInstarFlow
+	// Counters are one CPU's counters.
 	Counters = quicInstarCounters
-	Verdict  = quicInstarVerdict
+	// Verdict is the outcome of a packet.
+	Verdict = quicInstarVerdict
 )
 
 // Numbers of abi.h.

@@ -18,7 +18,7 @@ func namespaceName() (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("find network namespace: %w", err)
 	}
-	defer unix.Close(fd)
+	defer func() { _ = unix.Close(fd) }()
 	return namespaceOf(fd)
 }
 

@@ -114,7 +114,7 @@ func (k key) relate(s sockdiag.Socket, device int) relation {
 	any6 := !v4 && !s.Local.Addr().Is4In6()
 	our4 := k.network == "udp4" || k.dualStack()
 	our6 := k.network != "udp4"
-	if !(any4 && our4) && !(any6 && our6) {
+	if (!any4 || !our4) && (!any6 || !our6) {
 		return apart
 	}
 	if device != 0 && s.Device != 0 && device != s.Device {
@@ -194,7 +194,7 @@ func (g *Group) cookies() map[uint64]bool {
 		// The group is still to be made.
 		return cookies
 	}
-	for s := range uint32(g.table.MaxGenerations) {
+	for s := range g.table.MaxGenerations {
 		for w := range uint32(g.table.Slots[s].Workers) {
 			var cookie uint64
 			if g.pins.sockets.Lookup(s*g.table.MaxWorkers+w, &cookie) == nil {

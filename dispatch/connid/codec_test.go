@@ -443,7 +443,7 @@ func TestAllocations(t *testing.T) {
 	table := always(1)
 	datagram := append([]byte{0x40}, cid...)
 	for name, f := range map[string]func(){
-		"Append":   func() { c.Append(buf, 1, 1) },
+		"Append":   func() { _, _ = c.Append(buf, 1, 1) },
 		"Open":     func() { c.Open(cid, table) },
 		"Classify": func() { c.Classify(datagram, table) },
 	} {
@@ -468,7 +468,7 @@ func BenchmarkAppend(b *testing.B) {
 			buf := make([]byte, 0, MaxLen)
 			b.ReportAllocs()
 			for b.Loop() {
-				c.Append(buf, 0x0102, 3)
+				_, _ = c.Append(buf, 0x0102, 3)
 			}
 		})
 	}
