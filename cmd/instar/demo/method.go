@@ -31,6 +31,7 @@ type runner struct {
 	self    [2]string
 	starter *starter
 	out     *sender
+	load    func(context.Context, Options, func(quicdemo.Sample)) (*quicdemo.Result, error)
 
 	mu      sync.Mutex
 	begun   time.Time // of the run; times of servers count from here until result
@@ -49,10 +50,16 @@ type runner struct {
 // runMethod replaces a server under load as often as the options say. An error
 // means that there is no result; losses are in the result.
 func runMethod(ctx context.Context, m Method, o Options, self [2]string, root string, st *starter, out *sender) (Result, error) {
+	r := &runner{method: m, o: o, root: root, self: self, starter: st, out: out, load: load}
+	return r.do(ctx)
+}
+
+func (r *runner) do(ctx context.Context) (Result, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	r := &runner{method: m, o: o, root: root, self: self, starter: st, out: out, begun: time.Now(), run: Result{Method: m}}
 	defer r.killAll()
+	o := r.o
+	r.begun, r.run.Method = time.Now(), r.method
 
 	r.event(false, "%d upgrades under load: %d connections, %g new ones a second, %v",
 		o.Upgrades, o.Connections, o.Rate, o.Duration.Round(time.Second/10))
@@ -70,7 +77,7 @@ func runMethod(ctx context.Context, m Method, o Options, self [2]string, root st
 	defer background.Wait()
 	defer stopWatch()
 	background.Go(func() { r.reportStatus(watch) })
-	if m == MethodInstar {
+	if r.method == MethodInstar {
 		background.Go(func() { r.watchGroup(watch) })
 	}
 
@@ -84,7 +91,7 @@ func runMethod(ctx context.Context, m Method, o Options, self [2]string, root st
 	// When the run is given up, so is the load: it would wait for answers that
 	// do not come, and this process is about to end.
 	go func() {
-		found, err := load(loadCtx, o, r.sample)
+		found, err := r.load(loadCtx, o, r.sample)
 		result <- loaded{found, err}
 	}()
 
@@ -103,12 +110,9 @@ func runMethod(ctx context.Context, m Method, o Options, self [2]string, root st
 		}
 		if err != nil {
 			r.fail("upgrade %d: %v", i+1, err)
-			if next == nil {
-				continue
-			}
-		} else {
-			r.run.Upgrades++
+			continue
 		}
+		r.run.Upgrades++
 		current = next
 	}
 
@@ -134,7 +138,8 @@ func runMethod(ctx context.Context, m Method, o Options, self [2]string, root st
 	return r.result(), nil
 }
 
-// start starts the next server and waits until it serves.
+// start starts the next server and waits until it serves. One that does not is
+// gone when start returns.
 func (r *runner) start(ctx context.Context) (*server, error) {
 	r.mu.Lock()
 	number := uint32(len(r.servers) + 1)
@@ -150,7 +155,9 @@ func (r *runner) start(ctx context.Context) (*server, error) {
 	r.info = append(r.info, Process{Number: number, PID: s.cmd.Process.Pid, Started: r.at(began)})
 	r.mu.Unlock()
 	if err := s.waitReady(ctx, readyPatience); err != nil {
-		return s, err
+		s.kill()
+		r.end(s)
+		return nil, err
 	}
 	now := time.Now()
 	r.mark(s, func(g *Process) { g.Active = new(r.at(now)) })
@@ -164,7 +171,7 @@ func (r *runner) start(ctx context.Context) (*server, error) {
 }
 
 // upgrade replaces the server by a new one in the way of the method. It returns
-// the server that is the current one then, nil when there is none new.
+// the server that is the current one then.
 func (r *runner) upgrade(ctx context.Context, old *server) (*server, error) {
 	switch r.method {
 	case MethodRestart:
@@ -185,12 +192,7 @@ func (r *runner) upgrade(ctx context.Context, old *server) (*server, error) {
 	default:
 		next, err := r.start(ctx)
 		if err != nil {
-			// The predecessor serves on as before.
-			if next != nil {
-				next.kill()
-				r.ended(next)
-			}
-			return nil, err
+			return nil, err // the predecessor serves on as before
 		}
 		r.replaced(old)
 		if r.method == MethodReuseport {
@@ -241,23 +243,24 @@ func (r *runner) ended(s *server) {
 	default:
 		return // we were interrupted
 	}
-	first := false
-	if r.killed.Load() {
-		return
-	}
-	r.mark(s, func(g *Process) {
-		first = g.Ended == nil
-		if first {
-			g.Ended, g.ExitCode = new(r.at(s.endedAt)), new(s.exitCode())
-		}
-	})
 	switch {
-	case !first:
+	case r.killed.Load():
+	case !r.end(s): // it was said before
 	case s.err != nil:
 		r.fail("generation %d (pid %d) ended with %s%s", s.number, s.cmd.Process.Pid, s.how(), s.tail.because())
 	default:
 		r.event(false, "generation %d (pid %d) ended with exit code 0", s.number, s.cmd.Process.Pid)
 	}
+}
+
+// end notes when and how a server ended; false when it did so before.
+func (r *runner) end(s *server) (first bool) {
+	r.mark(s, func(g *Process) {
+		if first = g.Ended == nil; first {
+			g.Ended, g.ExitCode = new(r.at(s.endedAt)), new(s.exitCode())
+		}
+	})
+	return first
 }
 
 func (r *runner) replaced(s *server) {

@@ -142,8 +142,12 @@ func (s *server) wait(ctx context.Context, patience time.Duration) bool {
 	defer cancel()
 	select {
 	case <-s.ended:
-		return true
 	case <-ctx.Done():
+	}
+	select {
+	case <-s.ended:
+		return true
+	default:
 		return false
 	}
 }
