@@ -89,12 +89,24 @@ func (t table) publish(slots []uint8, activated int) {
 	step("publish order")
 }
 
-// state reads a generation's state off the order.
+// state reads a generation's state off the order, without the lock. It reads again
+// when the order changed meanwhile: after some changes its place is written anew,
+// and what a slow reader takes for the end of a generation would make that leave.
 func (t table) state(slot uint8, number uint32) State {
+	for {
+		changes, w := atomic.LoadUint64(&t.Changes), t.active()
+		s := t.stateOf(w, slot, number)
+		if t.active() == w && atomic.LoadUint64(&t.Changes) == changes {
+			return s
+		}
+	}
+}
+
+func (t table) stateOf(w word, slot uint8, number uint32) State {
 	if atomic.LoadUint32(&t.Slots[slot].Number) != number {
 		return StateGone
 	}
-	slots, activated := t.order()
+	slots, activated := t.orderOf(w)
 	switch i := slices.Index(slots, slot); {
 	case i < 0:
 		return StateGone
