@@ -28,30 +28,28 @@ var ErrUnread = errors.New("datagrams are queued and nobody reads them")
 // calls Close. A draining generation stays in the order of last resort until it leaves
 // the map.
 //
-// Draining the active generation is how a service ends: if other generations hold
-// sockets then, the one that was active before is active again.
+// Draining the active generation, with DrainOptions.Final, is how a service ends: if
+// other generations hold sockets then, the one that was active before is active again.
 //
 // When ctx ends first, Drain returns its error and the generation stays as it is; it can
-// drain again. Other errors: ErrReinstated when the generation became active again
-// meanwhile, ErrUnread when the owner stopped reading for 5 s.
+// drain again. Other errors: ErrReinstated when the generation is active (again) and
+// Final is not set, ErrUnread when the owner stopped reading for 5 s.
 func (n *Generation) Drain(ctx context.Context, o DrainOptions) (DrainReport, error) {
 	if o.Grace == 0 {
 		o.Grace = defaultGrace
 	}
 	start := time.Now()
-	// The last generation of a service drains while it is active.
-	final := n.State() == StateActive
 	report := DrainReport{}
 	fail := func(err error) (DrainReport, error) {
 		report.Waited = time.Since(start)
 		return report, fmt.Errorf("drain generation %d of %s: %w", n.number, n.group.key, err)
 	}
 	if o.Deadline > 0 {
-		if err := n.announceDeadline(start.Add(o.Deadline)); err != nil {
+		if err := n.announceDeadline(start.Add(o.Deadline), o.Final); err != nil {
 			return fail(err)
 		}
 	}
-	reason, err := n.awaitDrained(ctx, o, final)
+	reason, err := n.awaitDrained(ctx, o)
 	if err != nil {
 		return fail(err)
 	}
@@ -62,7 +60,7 @@ func (n *Generation) Drain(ctx context.Context, o DrainOptions) (DrainReport, er
 		if !ok {
 			return nil
 		}
-		if !final && n.State() == StateActive {
+		if !o.Final && n.State() == StateActive {
 			return ErrReinstated
 		}
 		n.group.leave(slot)
@@ -85,8 +83,11 @@ func (n *Generation) Drain(ctx context.Context, o DrainOptions) (DrainReport, er
 
 // announceDeadline writes the deadline into the table, where everybody sees it, unless an
 // earlier one is there.
-func (n *Generation) announceDeadline(at time.Time) error {
+func (n *Generation) announceDeadline(at time.Time, final bool) error {
 	return n.group.update(func() error {
+		if !final && n.State() == StateActive {
+			return ErrReinstated
+		}
 		info := &n.group.table.Info[n.slot]
 		deadline := max(1, uint64(int64(now())+int64(time.Until(at))))
 		if info.Number == n.number && (info.Deadline == 0 || deadline < info.Deadline) {
@@ -97,7 +98,7 @@ func (n *Generation) announceDeadline(at time.Time) error {
 }
 
 // awaitDrained waits for the end of the drain and says what ended it.
-func (n *Generation) awaitDrained(ctx context.Context, o DrainOptions, final bool) (string, error) {
+func (n *Generation) awaitDrained(ctx context.Context, o DrainOptions) (string, error) {
 	for {
 		changed, err := n.group.watch.next()
 		if err != nil {
@@ -106,7 +107,7 @@ func (n *Generation) awaitDrained(ctx context.Context, o DrainOptions, final boo
 		switch s := n.State(); {
 		case s == StateGone:
 			return "evicted", nil
-		case s == StateActive && !final:
+		case s == StateActive && !o.Final:
 			return "", ErrReinstated
 		}
 		wait := time.Duration(1<<63 - 1)

@@ -118,6 +118,10 @@ type DrainOptions struct {
 	// Deadline ends the drain so long after its start. Default 0: none, unless
 	// somebody sets one from outside (Group.SetDeadline).
 	Deadline time.Duration
+	// Final lets the active generation drain, which is how a service ends. Default
+	// false: Drain of the active generation returns ErrReinstated, so that one that
+	// was reinstated a moment ago does not leave by mistake.
+	Final bool
 	// Grace is how long the sockets are read after they left the map, for
 	// packets that the kernel had already assigned. Default 20 ms.
 	Grace time.Duration
@@ -125,7 +129,8 @@ type DrainOptions struct {
 
 // DrainReport says how a drain went.
 type DrainReport struct {
-	// Reason is "done", "idle" or "deadline".
+	// Reason is "done", "idle", "deadline", or "evicted" when the generation was out
+	// of the group already (Group.Evict).
 	Reason string `json:"reason"`
 	// Waited is the time until then.
 	Waited time.Duration `json:"waited"`
