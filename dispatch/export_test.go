@@ -3,8 +3,12 @@
 package dispatch
 
 import (
+	"sync/atomic"
 	"testing"
 	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
 
 	"instar/bpf"
 	"instar/internal/sockdiag"
@@ -50,3 +54,35 @@ func Relate(o Options, s sockdiag.Socket, device int) (string, error) {
 	k, err := parseKey(o.Network, o.Address, o.Device)
 	return map[relation]string{apart: "apart", same: "same", narrower: "narrower", wider: "wider", contested: "contested"}[k.relate(s, device)], err
 }
+
+// The rules of the order of last resort.
+var (
+	Staged   = staged
+	Promoted = promoted
+	Without  = without
+)
+
+// Wake looks at the table, as the watch does when another process changed it.
+func (g *Group) Wake() { g.watch.wake() }
+
+// Table is a control map's memory with no kernel behind it.
+type Table struct{ table }
+
+// NewTable maps memory for a table until the test ends.
+func NewTable(t testing.TB) Table {
+	memory, err := unix.Mmap(-1, 0, int(unsafe.Sizeof(bpf.Control{})), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Munmap(memory) })
+	return Table{table{(*bpf.Control)(unsafe.Pointer(&memory[0]))}}
+}
+
+// Change publishes an order as a transaction does.
+func (t Table) Change(slots []uint8, activated int) {
+	t.publish(slots, activated)
+	atomic.AddUint64(&t.Changes, 1)
+}
+
+// State is Generation.State.
+func (t Table) State(slot uint8, number uint32) State { return t.state(slot, number) }
