@@ -11,21 +11,23 @@ import (
 	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
 	"math/big"
 	"net"
 	"net/netip"
-	"os"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/quic-go/quic-go"
+	"github.com/quic-go/quic-go/qlogwriter"
 
 	"instar/dispatch"
 	"instar/dispatch/quicgo"
@@ -66,18 +68,31 @@ func groupOptions(root string) dispatch.Options {
 // snapshot reads the group.
 func (s *site) snapshot() dispatch.Snapshot {
 	s.t.Helper()
-	var snapshot dispatch.Snapshot
-	s.ns.Run(func() {
-		group, err := dispatch.Open(s.options())
-		if err != nil {
-			s.t.Fatal(err)
+	list, err := dispatch.List(s.root)
+	if err != nil || len(list) != 1 || list[0].Err != nil {
+		s.t.Fatalf("groups: %+v, %v", list, err)
+	}
+	return *list[0].Snapshot
+}
+
+// verdictsSince returns the verdicts of the packets since the snapshot.
+func (s *site) verdictsSince(before dispatch.Snapshot) map[string]uint64 {
+	s.t.Helper()
+	verdicts := s.snapshot().Verdicts
+	for verdict, n := range before.Verdicts {
+		verdicts[verdict] -= n
+	}
+	return verdicts
+}
+
+// only fails the test when packets have other verdicts than those.
+func (s *site) only(verdicts map[string]uint64, want ...string) {
+	s.t.Helper()
+	for verdict, n := range verdicts {
+		if n != 0 && !slices.Contains(want, verdict) {
+			s.t.Errorf("%d packets have the verdict %s", n, verdict)
 		}
-		defer group.Close()
-		if snapshot, err = group.Snapshot(); err != nil {
-			s.t.Fatal(err)
-		}
-	})
-	return snapshot
+	}
 }
 
 // setup says how a server differs from an ordinary one.
@@ -95,7 +110,10 @@ type server struct {
 	*dispatch.Generation
 	created  atomic.Int64 // connections that were begun
 	verified atomic.Int64 // those of them whose client proved its address with a token
-	accepted atomic.Int64
+	heard    atomic.Int64 // streams
+
+	mu    sync.Mutex
+	begun map[string]bool // the client's first connection ID of each of them
 
 	transports []*quic.Transport
 	working    sync.WaitGroup
@@ -118,7 +136,14 @@ func openServer(conf setup) (*server, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &server{}
+	s := &server{begun: map[string]bool{}}
+	conf.quic = conf.quic.Clone()
+	conf.quic.Tracer = func(_ context.Context, _ bool, id quic.ConnectionID) qlogwriter.Trace {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.begun[string(id.Bytes())] = true
+		return nil
+	}
 	if s.Generation, err = group.Join(conf.workers); err != nil {
 		return nil, errors.Join(err, group.Close())
 	}
@@ -147,7 +172,6 @@ func openServer(conf setup) (*server, error) {
 					if err != nil {
 						return
 					}
-					s.accepted.Add(1)
 					s.working.Go(func() { s.serve(conn, worker) })
 				}
 			})
@@ -162,6 +186,7 @@ func (s *server) serve(conn *quic.Conn, worker int) {
 		if err != nil {
 			return
 		}
+		s.heard.Add(1)
 		s.working.Go(func() {
 			_, err := fmt.Fprintf(stream, "%d %d %v\n", s.Number(), worker, conn.RemoteAddr())
 			if err == nil {
@@ -172,6 +197,19 @@ func (s *server) serve(conn *quic.Conn, worker int) {
 			}
 		})
 	}
+}
+
+// has says how many of the handshakes, named by the client's first connection
+// ID, were begun here.
+func (s *server) has(handshakes []string) (n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, id := range handshakes {
+		if s.begun[id] {
+			n++
+		}
+	}
+	return n
 }
 
 // close ends the server without a word to its clients, as a crash does.
@@ -241,10 +279,16 @@ var serverProcess = testutil.NewProgram("server", func(c *testutil.Conversation)
 				return err
 			}
 			c.Send("active")
-		case line == "created":
-			c.Send("%d", s.created.Load())
 		default:
-			return fmt.Errorf("what is %q", line)
+			var ids []string
+			for word := range strings.FieldsSeq(line) {
+				id, err := hex.DecodeString(word)
+				if err != nil {
+					return err
+				}
+				ids = append(ids, string(id))
+			}
+			c.Send("%d", s.has(ids))
 		}
 	}
 })
@@ -271,10 +315,14 @@ func (p *process) activate() {
 	p.Expect("active")
 }
 
-// created is the number of connections that were begun in the process.
-func (p *process) created(t testing.TB) int {
+// has is server.has of the process.
+func (p *process) has(t testing.TB, handshakes []string) int {
 	t.Helper()
-	n, err := strconv.Atoi(p.Ask("created"))
+	line := ""
+	for _, id := range handshakes {
+		line += hex.EncodeToString([]byte(id)) + " "
+	}
+	n, err := strconv.Atoi(p.Ask("%s", line))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -498,6 +546,10 @@ func (w *wire) LocalAddr() net.Addr {
 func (w *wire) SetDeadline(t time.Time) error    { return w.SetReadDeadline(t) }
 func (w *wire) SetWriteDeadline(time.Time) error { return nil }
 
+// quic-go complains where these are missing.
+func (w *wire) SetReadBuffer(int) error  { return nil }
+func (w *wire) SetWriteBuffer(int) error { return nil }
+
 // client is a QUIC client with at most one connection. Its methods return
 // errors, so that many of them can work at once.
 type client struct {
@@ -669,10 +721,12 @@ func (c *client) close() error {
 		err = c.conn.CloseWithError(0, "")
 	}
 	for _, s := range append(c.more, c) {
-		err = errors.Join(err, s.transport.Close(), s.wire.Close())
+		err = errors.Join(err, s.transport.Close(), s.transport.Conn.Close())
 	}
 	return err
 }
+
+func port(addr net.Addr) int { return addr.(*net.UDPAddr).Port }
 
 // within fails the test when the channel is not closed in time.
 func within(t testing.TB, done <-chan struct{}, what string) {
@@ -690,5 +744,3 @@ func (c *client) cause(t testing.TB) error {
 	within(t, c.conn.Context().Done(), "the end of the connection")
 	return context.Cause(c.conn.Context())
 }
-
-func isTimeout(err error) bool { return errors.Is(err, os.ErrDeadlineExceeded) }
