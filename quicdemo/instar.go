@@ -49,6 +49,15 @@ func (s *instarSockets) activate() error                        { return s.gen.A
 func (s *instarSockets) superseded() <-chan struct{}            { return s.gen.Superseded() }
 func (s *instarSockets) supersede()                             {} // the group tells
 
+// handBack fails when no predecessor is left.
+func (s *instarSockets) handBack() bool {
+	if s.gen.State() != dispatch.StateActive {
+		return false
+	}
+	_, err := s.group.Rollback()
+	return err == nil
+}
+
 func (s *instarSockets) serverTLS(base *tls.Config) *tls.Config {
 	return quicgo.ServerTLS(s.gen, base)
 }

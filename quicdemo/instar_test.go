@@ -309,6 +309,40 @@ func TestRollback(t *testing.T) {
 	first.wait(t)
 }
 
+// A generation that is stopped while its predecessor drains hands back, and
+// nothing is refused. When both are stopped, both leave.
+func TestStopHandsBack(t *testing.T) {
+	g := newGroup(t)
+	cfg := g.config()
+	cfg.HandshakeGrace = time.Minute
+	first, one := startServerIn(t, g.ns, cfg)
+	cfg.HandshakeGrace = -1
+	second, two := startServerIn(t, g.ns, cfg)
+	l := g.loader(t)
+	c := dialTest(t, l, false)
+	q := request{bytes: 200_000, seed: 1, over: 500 * time.Millisecond}
+	q.mid = func(*client) {
+		second.Stop()
+		testutil.WaitFor(t, patience, func() bool { return second.sockets.state() == "draining" }, "the second generation to hand back")
+		if s := dialTest(t, l, false).status(t); s.Generation != one.Generation || s.State != "active" {
+			t.Errorf("status: %+v", s)
+		}
+	}
+	if _, err := c.get(q); err != nil {
+		t.Errorf("request that was under way: %v", err)
+	}
+	second.wait(t)
+	if got := l.rec.finish(0).Generations[two.Generation]; got != 1 {
+		t.Errorf("the second generation answered %d requests", got)
+	}
+
+	third, _ := startServerIn(t, g.ns, cfg)
+	first.Stop()
+	third.Stop()
+	first.wait(t)
+	third.wait(t)
+}
+
 // process is a quicdemo serve of its own.
 type process struct {
 	t     testing.TB

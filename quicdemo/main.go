@@ -114,7 +114,8 @@ Signals:
   HUP, USR2   start the same command line again, from the file that is there now;
               leave when the successor has taken over, serve on when it fails
   TERM, INT   refuse new connections, say GOAWAY, wait for connections until the
-              deadline, exit 0; while draining: close what is left
+              deadline, exit 0; with a predecessor that still drains: hand back to
+              it and drain; while draining: close what is left
   again       exit at once
 
 Pages: /  /status  /bytes/N?seed=S&ms=M  /stream?seconds=S  /slow?seconds=S`,

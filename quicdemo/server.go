@@ -188,9 +188,10 @@ func build() string {
 	return "unknown"
 }
 
-// Stop makes Run end: a server without a successor refuses new connections,
-// says GOAWAY and waits for its connections until the drain deadline. A server
-// that is draining already closes what is left.
+// Stop makes Run end. The last generation of a group refuses new connections,
+// says GOAWAY and waits for its connections until the drain deadline. One whose
+// predecessor still drains hands back to it, and drains. One that is draining
+// already closes what is left.
 func (s *Server) Stop() { s.stopOnce.Do(func() { close(s.stop) }) }
 
 // Run opens the sockets, becomes active, and serves until the server was
@@ -234,22 +235,7 @@ func (s *Server) Run(ctx context.Context) (err error) {
 		})
 	}
 
-	for {
-		superseded := s.sockets.superseded()
-		select {
-		case <-ctx.Done():
-			s.log.Info("stopping at once")
-		case <-s.stop:
-			s.leave(ctx)
-		case <-superseded:
-			if s.retire(ctx) {
-				s.log.Info("active again, the successor is gone")
-				continue
-			}
-			s.replaced.Store(true)
-		}
-		break
-	}
+	s.serve(ctx)
 	if s.sockets.state() == "draining" {
 		s.replaced.Store(true)
 	}
@@ -260,6 +246,37 @@ func (s *Server) Run(ctx context.Context) (err error) {
 	}
 	s.log.Info("left", "connections_closed", open)
 	return nil
+}
+
+// serve returns when the server has nobody left to serve, or ctx is done.
+func (s *Server) serve(ctx context.Context) {
+	for stopping := false; ; {
+		hurry := s.stop
+		select {
+		case <-ctx.Done():
+			s.log.Info("stopping at once")
+			return
+		case <-s.sockets.superseded():
+		case <-s.stop:
+			// Only once: two generations that stop would hand back for ever.
+			if stopping || !s.sockets.handBack() {
+				s.leave(ctx)
+				return
+			}
+			s.log.Info("stopping, the predecessor is active again")
+			stopping, hurry = true, nil
+		}
+		if !s.retire(ctx, hurry) {
+			s.replaced.Store(true)
+			return
+		}
+		s.log.Info("active again, the successor is gone")
+		select {
+		case <-s.stop:
+			stopping = true
+		default:
+		}
+	}
 }
 
 func (s *Server) certificate() (tls.Certificate, error) {
@@ -325,11 +342,12 @@ func (s *Server) connContext(ctx context.Context, info *quic.ClientInfo) (contex
 }
 
 // retire lets a superseded server go. It returns true when the generation is
-// active again, else false with the packets stopped.
-func (s *Server) retire(ctx context.Context) (reinstated bool) {
+// active again, else false with the packets stopped. A close of hurry ends it
+// early.
+func (s *Server) retire(ctx context.Context, hurry <-chan struct{}) (reinstated bool) {
 	open, _ := s.conns.size()
 	s.log.Info("superseded, accepting the handshakes that are in flight", "connections", open, "grace", s.cfg.HandshakeGrace)
-	if s.grace(ctx) {
+	if s.grace(ctx, hurry) {
 		return true
 	}
 
@@ -341,7 +359,7 @@ func (s *Server) retire(ctx context.Context) (reinstated bool) {
 	done := make(chan struct{})
 	var drain sync.WaitGroup
 	drain.Go(func() {
-		if s.drainConns(connsCtx, s.stop) {
+		if s.drainConns(connsCtx, hurry) {
 			close(done)
 		}
 	})
@@ -363,7 +381,7 @@ func (s *Server) retire(ctx context.Context) (reinstated bool) {
 }
 
 // grace waits for handshakes that are in flight; true when reinstated.
-func (s *Server) grace(ctx context.Context) bool {
+func (s *Server) grace(ctx context.Context, hurry <-chan struct{}) bool {
 	if s.cfg.HandshakeGrace < 0 {
 		return false
 	}
@@ -371,7 +389,7 @@ func (s *Server) grace(ctx context.Context) bool {
 	defer cancel()
 	go func() {
 		select {
-		case <-s.stop:
+		case <-hurry:
 			cancel()
 		case <-ctx.Done():
 		}

@@ -45,6 +45,8 @@ type sockets interface {
 	// supersede says that a successor is ready. Only sockets that cannot see
 	// that by themselves do something about it.
 	supersede()
+	// handBack makes the predecessor active again, if one is left.
+	handBack() bool
 	// reinstated waits until the generation is active again and returns true,
 	// or until ctx is done and returns false.
 	reinstated(ctx context.Context) bool
@@ -110,6 +112,8 @@ func (s *bareSockets) certificateSeed() ([]byte, error)          { return nil, n
 func (s *bareSockets) activate() error                           { return nil }
 func (s *bareSockets) superseded() <-chan struct{}               { return s.gone }
 func (s *bareSockets) supersede()                                { s.once.Do(func() { close(s.gone) }) }
+
+func (s *bareSockets) handBack() bool { return false }
 
 func (s *bareSockets) state() string {
 	select {
