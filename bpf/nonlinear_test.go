@@ -93,7 +93,7 @@ func TestNonLinear(t *testing.T) {
 		linear func(n uint32) bool // octets from the UDP header
 	}{
 		{"paged", []netip.Addr{loopback4, loopback6}, defaultMTU, 60000, whole,
-			func(n uint32) bool { return n == 8 }},
+			func(n uint32) bool { return n < 100 }}, // 8 by now; Linux 5.10 has a little more
 		{"reassembled from large fragments", []netip.Addr{loopback4, loopback6}, 1280, 20000, whole,
 			func(n uint32) bool { return n > 1000 && n < 1280 }},
 		{"reassembled after a bare UDP header", []netip.Addr{loopback4}, defaultMTU, 3000,

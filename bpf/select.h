@@ -44,6 +44,7 @@ static __always_inline __u32 share(__u32 hash, __u32 workers)
 __noinline int select_worker(struct sk_reuseport_md *ctx, __u32 slot, __u32 hash)
 {
 	struct instar_slot *s = &control.slots[slot & (INSTAR_SLOTS - 1)];
+	__u32 number = *(volatile __u32 *)&s->number;
 	__u32 workers = s->workers, first = 0;
 
 	if (s->exhausted)
@@ -60,7 +61,9 @@ __noinline int select_worker(struct sk_reuseport_md *ctx, __u32 slot, __u32 hash
 		if (select_socket(ctx, slot, worker))
 			return worker & 0xff;
 	}
-	s->exhausted = 1;
+	/* Unless the slot has another user by now, who is not. */
+	if (*(volatile __u32 *)&s->number == number)
+		s->exhausted = 1;
 	return CHOSEN_NONE;
 }
 
