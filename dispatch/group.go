@@ -352,6 +352,7 @@ func (g *Group) activeDied() bool {
 // in the middle of a change is dead: a slot that is neither free nor a generation
 // with a live socket in the order is taken out.
 func (g *Group) repair() {
+	g.stamp()
 	slots, activated := g.table.order()
 	var gone []uint8
 	for i := range int(g.table.MaxGenerations) {
@@ -374,6 +375,7 @@ func (g *Group) repair() {
 	g.publish(slots, activated)
 	for _, slot := range gone {
 		g.vacate(slot)
+		step("mend")
 		g.log.Info("generation is gone", "group", g.key.String(), "generation", g.table.Info[slot].Number)
 	}
 	if w := g.table.active(); w.number() != old.number() {
@@ -383,17 +385,24 @@ func (g *Group) repair() {
 
 // publish makes an order true, and notes when who became active by it.
 func (g *Group) publish(slots []uint8, activated int) {
-	old := g.table.active()
-	if activated > 0 && g.table.Slots[slots[0]].Number != old.number() {
-		t := now()
-		info := &g.table.Info[slots[0]]
-		info.Activated, info.Superseded, info.Deadline = t, 0, 0
-		if old.number() != 0 {
-			g.table.Info[old.slot()].Superseded = t
-		}
-		step("note times")
-	}
 	g.table.publish(slots, activated)
+	g.stamp()
+}
+
+// stamp brings the times of the generations in line with the order. A writer that
+// died between the two left that to the next one.
+func (g *Group) stamp() {
+	slots, activated := g.table.order()
+	for i, slot := range slots[:activated] {
+		info := &g.table.Info[slot]
+		switch {
+		case i == 0 && (info.Activated == 0 || info.Superseded != 0):
+			info.Activated, info.Superseded, info.Deadline = now(), 0, 0
+		case i > 0 && info.Superseded == 0:
+			info.Superseded = now()
+		}
+	}
+	step("note times")
 }
 
 // vacate empties a slot that is in no order.
