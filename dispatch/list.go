@@ -95,7 +95,7 @@ func forget(path string) error {
 	if name := filepath.Base(path); !on || !strings.HasPrefix(name, "udp") {
 		return fmt.Errorf("%w: it is no folder of a group", ErrOptions)
 	}
-	// The folder above is locked too, so that nobody creates or opens it meanwhile.
+	// The folder above is locked too, so that nobody creates a group meanwhile.
 	above, err := lock(filepath.Dir(path))
 	if err != nil {
 		return err
@@ -113,5 +113,18 @@ func forget(path string) error {
 	if live > 0 {
 		return fmt.Errorf("%w: %d sockets of the group live; stop their servers first (instar show lists them)", ErrState, live)
 	}
-	return removePins(path)
+	// One step makes the group forgotten; the next build removes what a crash leaves.
+	dir := filepath.Dir(path)
+	if err := removeAside(dir); err != nil {
+		return err
+	}
+	aside := asideName(dir)
+	if err := bpffs.RenameNoReplace(path, aside); err != nil {
+		if errors.Is(err, fs.ErrPermission) {
+			return fmt.Errorf("%w for uid %d: folder %s belongs to uid %s", ErrPermission, os.Geteuid(), dir, ownerOf(dir))
+		}
+		return err
+	}
+	step("forget")
+	return removePins(aside)
 }

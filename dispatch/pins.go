@@ -32,8 +32,8 @@ const (
 	pinFlows    = "flows"
 	pinProgram  = "program"
 
-	// asidePrefix starts the name of a folder that is being built. Group names
-	// start with "udp".
+	// asidePrefix starts the name of a folder that is being built or removed. Group
+	// names start with "udp".
 	asidePrefix = "new-"
 )
 
@@ -197,17 +197,8 @@ func mountPointFor(parent string) string {
 // build creates the objects of a group, and pins them in a folder aside. The
 // caller publishes the folder by renaming it. The namespace's folder is locked.
 func build(dir string, o Options, k key, prefix int, owner *Owner) (err error) {
-	entries, err := os.ReadDir(dir)
-	if err != nil {
+	if err := removeAside(dir); err != nil {
 		return fmt.Errorf("create group: %w", err)
-	}
-	for _, e := range entries {
-		// We hold the lock, so whoever was building this one is dead.
-		if strings.HasPrefix(e.Name(), asidePrefix) {
-			if err := removePins(filepath.Join(dir, e.Name())); err != nil {
-				return fmt.Errorf("create group: remove what a crash left: %w", err)
-			}
-		}
 	}
 	p, err := load(o, prefix)
 	if err != nil {
@@ -219,7 +210,7 @@ func build(dir string, o Options, k key, prefix int, owner *Owner) (err error) {
 		return err
 	}
 	step("initialise")
-	aside := filepath.Join(dir, asidePrefix+fmt.Sprint(os.Getpid()))
+	aside := asideName(dir)
 	if err := os.Mkdir(aside, 0o700); err != nil {
 		return fmt.Errorf("create group: make folder: %w", err)
 	}
@@ -243,13 +234,34 @@ func build(dir string, o Options, k key, prefix int, owner *Owner) (err error) {
 		if err := give(aside, *owner); err != nil {
 			return err
 		}
-		step("give")
 	}
 	final := filepath.Join(dir, k.folder())
 	if err := bpffs.RenameNoReplace(aside, final); err != nil {
 		return fmt.Errorf("create group: publish %s: %w", final, err)
 	}
 	step("publish folder")
+	return nil
+}
+
+// asideName is where this process builds and removes groups.
+func asideName(dir string) string {
+	return filepath.Join(dir, fmt.Sprint(asidePrefix, os.Getpid()))
+}
+
+// removeAside removes what a crash left. The namespace's folder is locked, so whoever
+// was building or removing there is dead.
+func removeAside(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), asidePrefix) {
+			if err := removePins(filepath.Join(dir, e.Name())); err != nil {
+				return fmt.Errorf("remove what a crash left: %w", err)
+			}
+		}
+	}
 	return nil
 }
 
@@ -263,10 +275,12 @@ func give(dir string, owner Owner) error {
 		if err := os.Chown(filepath.Join(dir, e.Name()), owner.UID, owner.GID); err != nil {
 			return fmt.Errorf("give group to uid %d: %w", owner.UID, err)
 		}
+		step("give pin")
 	}
 	if err := os.Chown(dir, owner.UID, owner.GID); err != nil {
 		return fmt.Errorf("give group to uid %d: %w", owner.UID, err)
 	}
+	step("give folder")
 	return nil
 }
 
