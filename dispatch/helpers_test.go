@@ -10,6 +10,7 @@ import (
 	"maps"
 	"net"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -17,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
 	"instar/dispatch"
@@ -384,4 +386,58 @@ func list(t testing.TB, dir string) []string {
 		names[i] = e.Name()
 	}
 	return names
+}
+
+// farOff is later than the end of any test.
+const farOff = time.Hour
+
+var farFuture = time.Now().Add(farOff)
+
+// path is the folder that a group of this namespace gets.
+func (w *world) path(o dispatch.Options) string {
+	w.Helper()
+	namespace, err := dispatch.Namespace()
+	w.must(err)
+	folder, err := dispatch.FolderName(o)
+	w.must(err)
+	return filepath.Join(o.Root, namespace, folder)
+}
+
+func checkOwner(t testing.TB, when, path string, uid uint32) {
+	t.Helper()
+	names := []string{"."}
+	for _, name := range append(names, list(t, path)...) {
+		var st unix.Stat_t
+		if err := unix.Stat(filepath.Join(path, name), &st); err != nil {
+			t.Fatal(err)
+		}
+		if st.Uid != uid || st.Gid != uid || st.Mode&0o077 != 0 {
+			t.Errorf("%s: %s has owner %d:%d and mode %o", when, name, st.Uid, st.Gid, st.Mode)
+		}
+	}
+}
+
+// runs counts how often the pinned program of a group runs while f does.
+func runs(t testing.TB, path string, f func()) uint64 {
+	t.Helper()
+	stats, err := ebpf.EnableStats(unix.BPF_STATS_RUN_TIME)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stats.Close()
+	p, err := ebpf.LoadPinnedProgram(filepath.Join(path, "program"), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	count := func() uint64 {
+		s, err := p.Stats()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s.RunCount
+	}
+	before := count()
+	f()
+	return count() - before
 }
