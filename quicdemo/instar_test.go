@@ -574,7 +574,9 @@ func TestKillActiveUnderLoad(t *testing.T) {
 	one := p.ready(t)
 	p.signal(t, syscall.SIGHUP)
 	two := p.ready(t)
-	w := watch(t, g.load())
+	cfg := g.load()
+	cfg.IdleTimeout = 3 * time.Second
+	w := watch(t, cfg)
 	w.until(t, "load on the second generation", func(s Sample, _ int) bool { return s.Open == 10 && only(s, two.Generation) })
 	if err := syscall.Kill(two.PID, syscall.SIGKILL); err != nil {
 		t.Fatal(err)
