@@ -341,7 +341,7 @@ func TestUpgradesUnderLoad(t *testing.T) {
 					all["new"] += l.newFlows.Load() + l.plain.Load()
 					all["owner"] += l.oldFlows.Load()
 					for n := uint32(1); n <= 3; n++ {
-						if l.by[n] == 0 {
+						if l.got(n) == 0 {
 							t.Errorf("generation %d got no new flow", n)
 						}
 					}

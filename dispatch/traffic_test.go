@@ -301,6 +301,13 @@ func (l *load) note(gen uint32) {
 	l.by[gen]++
 }
 
+// got is how many new flows, or plain datagrams, a generation answered.
+func (l *load) got(gen uint32) uint64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.by[gen]
+}
+
 // served waits until n more new flows, or plain datagrams, were answered.
 func (l *load) served(n uint64) {
 	l.w.Helper()
