@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"instar/internal/rawconn"
 )
 
 const (
@@ -187,7 +189,7 @@ func (n *Generation) readToEnd(ctx context.Context) (queued int, err error) {
 // queue reports whether a datagram waits on the socket, and the memory that its queue
 // takes. A closed socket has none.
 func queue(conn *net.UDPConn) (bytes uint32, waiting bool) {
-	_ = control(conn, func(fd int) error {
+	_ = rawconn.Of(conn, func(fd int) error {
 		poll := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
 		if n, err := unix.Poll(poll, 0); err != nil || n == 0 || poll[0].Revents&unix.POLLIN == 0 {
 			return err

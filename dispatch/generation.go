@@ -17,6 +17,7 @@ import (
 
 	"instar/bpf"
 	"instar/dispatch/connid"
+	"instar/internal/rawconn"
 )
 
 // Generation is this process's membership in a group: one bound UDP socket a worker.
@@ -147,7 +148,7 @@ func (g *Group) bindFirst() (*net.UDPConn, error) {
 	if conn, err = g.bind(nil); err != nil {
 		return nil, err
 	}
-	if err := control(conn, g.attach); err != nil {
+	if err := rawconn.Of(conn, g.attach); err != nil {
 		return nil, errors.Join(err, conn.Close())
 	}
 	return conn, nil
@@ -157,30 +158,22 @@ func (g *Group) bindFirst() (*net.UDPConn, error) {
 func (g *Group) bind(before func(fd int) error) (*net.UDPConn, error) {
 	var failed error
 	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
-		return errors.Join(c.Control(func(fd uintptr) {
-			if failed = g.prepareSocket(int(fd)); failed == nil && before != nil {
-				failed = before(int(fd))
+		failed = rawconn.Control(c, func(fd int) error {
+			if err := g.prepareSocket(fd); err != nil || before == nil {
+				return err
 			}
-		}), failed)
+			return before(fd)
+		})
+		return failed
 	}}
 	c, err := config.ListenPacket(context.Background(), g.key.network, g.key.addr.String())
 	if failed != nil {
-		return nil, failed
+		return nil, failed // not in the words of package net
 	}
 	if err != nil {
 		return nil, err
 	}
 	return c.(*net.UDPConn), nil
-}
-
-// control calls f with the socket's descriptor, which stays the conn's.
-func control(conn *net.UDPConn, f func(fd int) error) error {
-	raw, err := conn.SyscallConn()
-	if err != nil {
-		return err
-	}
-	var failed error
-	return errors.Join(raw.Control(func(fd uintptr) { failed = f(int(fd)) }), failed)
 }
 
 func (g *Group) prepareSocket(fd int) error {
@@ -220,7 +213,7 @@ func (g *Group) attach(fd int) error {
 // register puts a socket into the map.
 func (g *Group) register(slot uint8, worker int, conn *net.UDPConn) error {
 	index := uint32(slot)*g.table.MaxWorkers + uint32(worker)
-	err := control(conn, func(fd int) error { return g.pins.sockets.Put(index, uint64(fd)) })
+	err := rawconn.Of(conn, func(fd int) error { return g.pins.sockets.Put(index, uint64(fd)) })
 	if err != nil {
 		return fmt.Errorf("register socket of worker %d: %w", worker, err)
 	}

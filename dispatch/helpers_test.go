@@ -22,6 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"instar/dispatch"
+	"instar/internal/rawconn"
 	"instar/internal/testutil"
 )
 
@@ -152,15 +153,15 @@ func sum(c counts) (n uint64) {
 // dispatch.Options.
 func plainSocket(network, address, device string, reuseport bool) (*net.UDPConn, error) {
 	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
-		var failed error
-		return errors.Join(c.Control(func(fd uintptr) {
+		return rawconn.Control(c, func(fd int) (err error) {
 			if reuseport {
-				failed = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1)
+				err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1)
 			}
 			if device != "" {
-				failed = errors.Join(failed, unix.BindToDevice(int(fd), device))
+				err = errors.Join(err, unix.BindToDevice(fd, device))
 			}
-		}), failed)
+			return err
+		})
 	}}
 	c, err := config.ListenPacket(context.Background(), network, address)
 	if err != nil {

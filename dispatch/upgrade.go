@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"instar/bpf"
+	"instar/internal/rawconn"
 )
 
 // UpgradeProgram replaces the kernel program of the group, while it carries traffic, by
@@ -129,7 +130,7 @@ func (g *Group) attachLive() error {
 	if err != nil {
 		return g.explainBind(err)
 	}
-	return errors.Join(control(conn, g.attach), conn.Close())
+	return errors.Join(rawconn.Of(conn, g.attach), conn.Close())
 }
 
 // liveSockets counts the sockets of a group's map, whatever the layout of the rest.

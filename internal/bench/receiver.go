@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"instar/dispatch"
+	"instar/internal/rawconn"
 )
 
 const (
@@ -48,12 +49,11 @@ func newPlain(addr string) (r *receiver, err error) {
 	r = &receiver{name: "plain", addr: addr}
 	defer r.closeOn(&err)
 	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
-		var failed error
-		return errors.Join(c.Control(func(fd uintptr) {
-			failed = errors.Join(
-				os.NewSyscallError("setsockopt SO_REUSEPORT", unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1)),
-				os.NewSyscallError("setsockopt SO_RCVBUFFORCE", unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, receiveBuffer)))
-		}), failed)
+		return rawconn.Control(c, func(fd int) error {
+			return errors.Join(
+				os.NewSyscallError("setsockopt SO_REUSEPORT", unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1)),
+				os.NewSyscallError("setsockopt SO_RCVBUFFORCE", unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, receiveBuffer)))
+		})
 	}}
 	for range workers {
 		c, err := config.ListenPacket(context.Background(), "udp4", addr)
@@ -70,15 +70,10 @@ func newPlain(addr string) (r *receiver, err error) {
 func (r *receiver) attach(p *ebpf.Program) error {
 	r.program = p
 	r.own(p.Close)
-	raw, err := r.conns[0].SyscallConn()
-	if err != nil {
-		return err
-	}
-	var failed error
-	return errors.Join(raw.Control(func(fd uintptr) {
-		failed = os.NewSyscallError("setsockopt SO_ATTACH_REUSEPORT_EBPF",
-			unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_ATTACH_REUSEPORT_EBPF, p.FD()))
-	}), failed)
+	return rawconn.Of(r.conns[0], func(fd int) error {
+		return os.NewSyscallError("setsockopt SO_ATTACH_REUSEPORT_EBPF",
+			unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ATTACH_REUSEPORT_EBPF, p.FD()))
+	})
 }
 
 // newEmpty is a plain receiver whose program decides nothing.
@@ -109,12 +104,7 @@ func newSelect(addr string) (r *receiver, err error) {
 	}
 	r.own(sockets.Close)
 	for i, c := range r.conns {
-		raw, err := c.SyscallConn()
-		if err != nil {
-			return r, err
-		}
-		var failed error
-		if err := errors.Join(raw.Control(func(fd uintptr) { failed = sockets.Put(uint32(i), uint64(fd)) }), failed); err != nil {
+		if err := rawconn.Of(c, func(fd int) error { return sockets.Put(uint32(i), uint64(fd)) }); err != nil {
 			return r, err
 		}
 	}
