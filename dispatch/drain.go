@@ -164,41 +164,59 @@ func (n *Generation) idle() (time.Duration, error) {
 // that were not empty at first.
 func (n *Generation) readToEnd(ctx context.Context) (queued int, err error) {
 	for _, conn := range n.conns {
-		bytes, waiting := queue(conn)
-		if waiting {
+		if _, waiting := peek(conn); waiting {
 			queued++
 		}
+	}
+	step("count queues")
+	for _, conn := range n.conns {
+		first, waiting := peek(conn)
 		since := time.Now()
 		for waiting {
 			if err := sleep(ctx, queuePoll); err != nil {
 				return queued, err
 			}
-			var left uint32
-			left, waiting = queue(conn)
-			if left != bytes {
-				bytes, since = left, time.Now()
+			var next head
+			next, waiting = peek(conn)
+			if next != first {
+				first, since = next, time.Now()
 			}
 			if waiting && time.Since(since) > unreadLimit {
-				return queued, fmt.Errorf("%w: %d bytes on %s; keep reading until Drain returns", ErrUnread, bytes, conn.LocalAddr())
+				return queued, fmt.Errorf("%w: %d bytes on %s; keep reading until Drain returns", ErrUnread, first.memory, conn.LocalAddr())
 			}
 		}
 	}
 	return queued, nil
 }
 
-// queue reports whether a datagram waits on the socket, and the memory that its queue
-// takes. A closed socket has none.
-func queue(conn *net.UDPConn) (bytes uint32, waiting bool) {
+// head is what a reader of a socket would get next, and the memory of the queue: when it
+// changes somebody reads. The memory alone does not tell, since the kernel gives it back
+// in steps of a quarter of the receive buffer (udp_rmem_release in net/ipv4/udp.c).
+type head struct {
+	memory uint32
+	size   int
+	octets [64]byte
+}
+
+// peek reports whether a datagram waits on the socket, and which. A closed socket has
+// none.
+func peek(conn *net.UDPConn) (h head, waiting bool) {
 	_ = rawconn.Of(conn, func(fd int) error {
-		poll := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
-		if n, err := unix.Poll(poll, 0); err != nil || n == 0 || poll[0].Revents&unix.POLLIN == 0 {
-			return err
+		n, _, err := unix.Recvfrom(fd, h.octets[:], unix.MSG_PEEK|unix.MSG_DONTWAIT|unix.MSG_TRUNC)
+		switch {
+		case errors.Is(err, unix.EAGAIN):
+			return nil
+		case err != nil:
+			// A pending error, which is taken by this call. The next one sees what is behind it.
+			waiting = true
+			return nil
 		}
 		waiting = true
-		bytes = receiveMemory(fd)
+		h.size = n
+		h.memory = receiveMemory(fd)
 		return nil
 	})
-	return bytes, waiting
+	return h, waiting
 }
 
 func sleep(ctx context.Context, d time.Duration) error {
