@@ -113,8 +113,8 @@ func TestReport(t *testing.T) {
 		}
 	}
 	want = []string{
-		"create a group (quic)", "open an existing group", "join with 1 sockets", "join with 64 sockets",
-		"join with 256 sockets", "flip (Activate), 4 workers", "of a flip, the store",
+		"create a group (quic)", "open an existing group", "join, sockets: 1", "join, sockets: 64",
+		"join, sockets: 256", "flip (Activate)", "of a flip, the store",
 	}
 	if !slices.Equal(rows, want) {
 		t.Errorf("operations: %q, want %q", rows, want)
@@ -198,21 +198,48 @@ func TestVerified(t *testing.T) {
 }
 
 func TestRemarks(t *testing.T) {
+	good := Spread{Median: 1, P25: 1, P75: 1}
 	quiet := Report{
-		PacketCosts: []PacketCost{{Program: "quic", Packets: "x", Net: Spread{Median: 100, P25: 95, P75: 105}}},
-		Throughputs: make([]Throughput, 4),
+		PacketCosts: []PacketCost{
+			{Program: "empty", Packets: anyPackets},
+			{Program: "select", Packets: anyPackets, Net: Spread{Median: 35, P25: 34, P75: 36}},
+			{Program: "quic", Packets: ourPackets, Net: Spread{Median: 55, P25: 50, P75: 60}},
+		},
+		Throughputs: []Throughput{{Ratio: good}, {Ratio: good}, {Ratio: good}, {Ratio: good}},
+		Operations: []Operation{
+			{Name: joinName(256), Durations: Durations{P50: 9999, P99: 1e6}},
+			{Name: flipName, Durations: Durations{P50: 40, P99: 49, Max: 1e6}},
+		},
 	}
 	quiet.remark()
 	if len(quiet.Notes) != 0 {
 		t.Errorf("notes of a quiet machine: %q", quiet.Notes)
 	}
+
 	noisy := Report{
-		Machine:     Machine{LoadStart: 3},
-		PacketCosts: []PacketCost{{Program: "quic", Packets: "x", Net: Spread{Median: 100, P25: 80, P75: 120}}},
-		Throughputs: []Throughput{{Program: "quic", Way: "y", Ratio: Spread{P25: 0.9, P75: 1.1}}, {}},
+		Machine: Machine{LoadStart: 3},
+		PacketCosts: []PacketCost{
+			{Program: "empty", Packets: anyPackets},
+			{Program: "select", Packets: anyPackets, Net: Spread{Median: 43}},
+			{Program: "quic", Packets: ourPackets, Net: Spread{Median: 100, P25: 80, P75: 120}},
+		},
+		Throughputs: []Throughput{{Program: "quic", Way: "y", Ratio: Spread{Median: 0.97, P25: 0.9, P75: 1.1}}, {Ratio: good}},
+		Operations: []Operation{
+			{Name: joinName(256), Durations: Durations{P50: 10001}},
+			{Name: flipName, Durations: Durations{P50: 40, P99: 51}},
+		},
 	}
 	noisy.remark()
-	if len(noisy.Notes) != 4 {
-		t.Errorf("notes of a noisy machine with one CPU: %q", noisy.Notes)
+	wanted := []string{
+		"load average was 3.0", "noisy: quic", "noisy: throughput of quic", "100 ns, and 60 is the goal; selecting from an array alone takes 43",
+		"0.970 of plain", "join, sockets: 256", "p99 51 us", "one CPU",
+	}
+	if len(noisy.Notes) != len(wanted) {
+		t.Fatalf("notes of a noisy machine with one CPU: %q", noisy.Notes)
+	}
+	for i, want := range wanted {
+		if !strings.Contains(noisy.Notes[i], want) {
+			t.Errorf("note %q, want %q in it", noisy.Notes[i], want)
+		}
 	}
 }

@@ -24,6 +24,11 @@ type Operation struct {
 	Durations
 }
 
+// flipName is the name of the row.
+const flipName = "flip (Activate)"
+
+func joinName(workers int) string { return fmt.Sprintf("join, sockets: %d", workers) }
+
 // stores is how many stores are timed together: one is faster than the clock.
 const stores = 1000
 
@@ -112,7 +117,7 @@ func timeJoin(root string, workers, repeats int) (list []Operation, err error) {
 			return nil, err
 		}
 	}
-	return []Operation{{fmt.Sprintf("join with %d sockets", workers), durations(joins)}}, nil
+	return []Operation{{joinName(workers), durations(joins)}}, nil
 }
 
 // timeFlips times Activate between two generations in turns, and the store in it that
@@ -149,7 +154,7 @@ func timeFlips(root string, flips int) (list []Operation, err error) {
 		return nil, err
 	}
 	return []Operation{
-		{fmt.Sprintf("flip (Activate), %d workers", workers), durations(took)},
+		{flipName, durations(took)},
 		{"of a flip, the store", durations(store)},
 	}, errors.Join(generations[0].Close(), generations[1].Close())
 }

@@ -29,6 +29,12 @@ type PacketCost struct {
 	Net Spread `json:"net_ns"`
 }
 
+// Kinds of packets that more than one place names.
+const (
+	anyPackets = "any"
+	ourPackets = "short header, our ID"
+)
+
 // row is one kind of packet to one receiver.
 type row struct {
 	PacketCost
@@ -145,16 +151,16 @@ func costRows(root string) (rows []row, closeAll func() error, err error) {
 	}
 
 	plain, err := plainTraffic()
-	err = add("empty", "any", "", empty, plain, err)
+	err = add("empty", anyPackets, "", empty, plain, err)
 	if err == nil {
-		err = add("select", "any", "", array, plain, nil)
+		err = add("select", anyPackets, "", array, plain, nil)
 	}
 	if err == nil {
-		err = add("stateless", "any", name(bpf.VerdictNew), stateless, plain, nil)
+		err = add("stateless", anyPackets, name(bpf.VerdictNew), stateless, plain, nil)
 	}
 	if err == nil {
 		t, e := ownTraffic(quic.generation, workers)
-		err = add("quic", "short header, our ID", name(bpf.VerdictOwner), quic, t, e)
+		err = add("quic", ourPackets, name(bpf.VerdictOwner), quic, t, e)
 	}
 	if err == nil {
 		t, e := strangeTraffic(quic.generation)

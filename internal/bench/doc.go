@@ -16,6 +16,15 @@
 // alike. The counters of the group have to say that every packet took the way
 // that the row is about.
 //
+// The row "select" shows what the kernel takes to find one socket in an array: no
+// program here can be faster. Programs with a part left out showed where the rest goes
+// (Linux 6.18, AMD EPYC, mitigations on, where "select" takes 50): "stateless" another 9
+// for the active generation and 7 to 9 for the counters; "quic" with an ID of ours 10 to
+// 15 for the header and the socket's index, 25 to 30 for SipHash-2-4 and the tag, 9 for
+// the counters. An Initial takes another 45 for the hash of its ID and from 70 (few
+// handshakes) to some hundred (many, whose entries left the caches) to look it up; a new
+// one, into a full table, 500 to 1000 for making the entry.
+//
 // Caches are warm, as in a server under load: a packet that comes alone costs
 // more, with any program.
 //

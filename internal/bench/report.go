@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"io"
 	"text/tabwriter"
+
+	"instar/dispatch"
 )
 
 // reportVersion counts changes of the JSON that a reader has to know of.
@@ -23,6 +25,20 @@ type Report struct {
 	Notes []string `json:"notes,omitempty"`
 }
 
+// What is to be reached: net nanoseconds of a packet, parts of plain SO_REUSEPORT's
+// throughput, microseconds of operations.
+const (
+	goalRatio   = 0.98
+	goalJoin256 = 10_000.0 // median
+	goalFlip    = 50.0     // 99th percentile
+)
+
+// goals are by program and packets.
+var goals = map[string]float64{
+	"stateless/" + anyPackets: 40,
+	"quic/" + ourPackets:      60,
+}
+
 // A result is called noisy when the middle half of its rounds is wider than this part
 // of the median, and nanoseconds or ratios that differ by less are the same anyway.
 const (
@@ -34,7 +50,7 @@ const (
 // remark fills in the notes.
 func (r *Report) remark() {
 	note := func(format string, args ...any) { r.Notes = append(r.Notes, fmt.Sprintf(format, args...)) }
-	if l := max(r.Machine.LoadStart, 0); l > 0.5 {
+	if l := r.Machine.LoadStart; l > 0.5 {
 		note("the load average was %.1f before the start: the machine is busy with something else, which makes every number worse", l)
 	}
 	for _, c := range r.PacketCosts {
@@ -45,6 +61,25 @@ func (r *Report) remark() {
 	for _, t := range r.Throughputs {
 		if t.Ratio.P75-t.Ratio.P25 > noisyRatio {
 			note("noisy: throughput of %s, %s: half of the rounds are in %.3f to %.3f", t.Program, t.Way, t.Ratio.P25, t.Ratio.P75)
+		}
+	}
+	for _, c := range r.PacketCosts {
+		if goal := goals[c.Program+"/"+c.Packets]; goal > 0 && c.Net.Median > goal {
+			note("not reached: %s, %s: %.0f ns, and %.0f is the goal; selecting from an array alone takes %.0f of them here",
+				c.Program, c.Packets, c.Net.Median, goal, r.PacketCosts[1].Net.Median)
+		}
+	}
+	for _, t := range r.Throughputs {
+		if t.Ratio.Median < goalRatio {
+			note("not reached: throughput of %s, %s: %.3f of plain SO_REUSEPORT, and %.2f is the goal", t.Program, t.Way, t.Ratio.Median, goalRatio)
+		}
+	}
+	for _, o := range r.Operations {
+		switch {
+		case o.Name == joinName(dispatch.LimitWorkers) && o.P50 > goalJoin256:
+			note("not reached: %s: median %.0f us, and %.0f is the goal", o.Name, o.P50, goalJoin256)
+		case o.Name == flipName && o.P99 > goalFlip:
+			note("not reached: %s: p99 %.0f us, and %.0f is the goal", o.Name, o.P99, goalFlip)
 		}
 	}
 	if len(r.Throughputs) == 2 {
