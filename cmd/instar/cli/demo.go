@@ -29,8 +29,8 @@ func (a *app) demoCommand() *cobra.Command {
 		Long: `Start a QUIC (HTTP/3) server, replace it several times by a new process while
 clients use it, and count what they lose. It happens in a network and mount
 namespace of its own, on real sockets and with real processes: nothing of the
-machine is touched, and nothing is left behind. It needs root and takes half a
-minute.
+machine is touched, and nothing is left behind. It needs root, takes half a
+minute, and runs at a higher priority (nice -10) than other processes.
 
 The load: persistent connections with downloads that are checked byte by byte,
 new connections all the time, some resumed with 0-RTT, and clients that move to

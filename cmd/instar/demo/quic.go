@@ -18,7 +18,7 @@ const (
 	// handshakeGrace is how long a superseded server waits for handshakes in
 	// flight before it says GOAWAY, and drainDeadline how long connections may
 	// stay after that.
-	handshakeGrace = 3 * time.Second
+	handshakeGrace = 2 * time.Second
 	drainDeadline  = 30 * time.Second
 	// stopDeadline is what a server that is stopped before the next one starts
 	// grants its connections: while it waits, nobody serves new ones.

@@ -86,7 +86,7 @@ func Run(ctx context.Context, o Options, h Hooks) (Report, error) {
 		SysProcAttr: &syscall.SysProcAttr{
 			Cloneflags: unix.CLONE_NEWNET | unix.CLONE_NEWNS,
 			Pdeathsig:  unix.SIGTERM,
-			Setpgid:    true, // a Ctrl-C reaches only us; we pass it on in order
+			Setsid:     true, // a Ctrl-C reaches only us; we pass it on in order
 		},
 	}
 	tail := &tailBuffer{}
