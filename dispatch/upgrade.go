@@ -140,7 +140,13 @@ func liveSockets(dir string) (int, error) {
 		return 0, nil
 	}
 	if err != nil {
+		if p, e := ebpf.LoadPinnedProgram(filepath.Join(dir, pinSockets), nil); e == nil {
+			return 0, p.Close() // the pin is damaged, and no sockets are in a program
+		}
 		return 0, fmt.Errorf("open socket map: %w", err)
+	}
+	if m.Type() != ebpf.ReusePortSockArray {
+		return 0, m.Close()
 	}
 	live := 0
 	for i := range min(m.MaxEntries(), math.MaxUint16+1) {
