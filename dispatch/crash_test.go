@@ -359,23 +359,23 @@ func TestKilledUpgradeLeavesOneProgram(t *testing.T) {
 	w := newWorld(t)
 	const address = "127.0.0.1:4433"
 	s := w.stage(address)
-	first := programID(t, s.g.Path())
-	for _, hold := range []string{"attach", "publish program"} {
+	var steps []string
+	for _, hold := range []string{"", "attach", "publish program"} {
 		s.g.SetProgramBuild("another")
 		p := w.start(w.options(address), nil)
 		s.ask(p, "open")
-		for i := 0; ; i++ {
-			s.ask(p, "hold %d", i)
-			answer := s.ask(p, "upgrade")
-			if answer == "held "+hold {
-				break
-			}
-			p.Kill()
-			p = w.start(w.options(address), nil)
-			s.ask(p, "open")
+		s.ask(p, "hold %d", slices.Index(steps, hold))
+		answer := s.ask(p, "upgrade")
+		if hold == "" {
+			steps = strings.Split(s.ask(p, "steps"), ",")
+			continue
+		}
+		if answer != "held "+hold {
+			t.Fatalf("the process does not stop at %q: %s", hold, answer)
 		}
 		p.Kill()
 		s.traffic(hold, 2)
+		first := programID(t, s.g.Path())
 		upgraded, err := s.g.UpgradeProgram()
 		if err != nil || !upgraded {
 			t.Errorf("after a kill at %q: %t, %v", hold, upgraded, err)

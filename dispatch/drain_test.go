@@ -130,8 +130,10 @@ func TestDrainReadsFullQueues(t *testing.T) {
 // steps only.
 func TestDrainWaitsForASlowReader(t *testing.T) {
 	w := newWorld(t)
-	const address, datagrams = "127.0.0.1:4433", 300
-	dispatch.SetUnreadLimit(t, 100*time.Millisecond)
+	const address, datagrams = "127.0.0.1:4433", 200
+	// All of it takes twice as long as nothing may happen.
+	const pause = 10 * time.Millisecond
+	dispatch.SetUnreadLimit(t, datagrams*pause/2)
 	o := w.options(address)
 	o.Steering, o.ReceiveBuffer = dispatch.SteeringStateless, 64<<20
 	g := w.open(o)
@@ -142,7 +144,7 @@ func TestDrainWaitsForASlowReader(t *testing.T) {
 	draining := drain(w.Context(), n, dispatch.DrainOptions{Done: closed()})
 	w.wait(n, dispatch.StateGone)
 	got := newCollect(datagrams)
-	got.read(n, func() { time.Sleep(2 * time.Millisecond) })
+	got.read(n, func() { time.Sleep(pause) })
 	if d := w.took(draining); d.err != nil || d.report.Queued != 1 {
 		t.Errorf("the drain: %+v", d)
 	}

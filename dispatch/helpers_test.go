@@ -212,7 +212,7 @@ func decode(s string) (o dispatch.Options, err error) {
 //	join N, quiet N               Join, and serve the sockets or not
 //	activate [N], rollback        the generation or another one, Group.Rollback
 //	evict N, repair, upgrade      Group.Evict, Group.Repair, Group.UpgradeProgram
-//	forget                        Forget
+//	forget FOLDER, list           Forget, List
 //	state, superseded             State; waits for Superseded
 //	wait STATE                    Wait
 //	drain JSON                    Drain, with the options, Done closed when they are {}
@@ -292,6 +292,13 @@ func (s *serverProcess) do(verb, arg string) (answer string, err error) {
 		return strconv.FormatBool(upgraded), err
 	case "forget":
 		err = dispatch.Forget(arg)
+	case "list":
+		entries, err := dispatch.List(s.options.Root)
+		lines := make([]string, len(entries))
+		for i, e := range entries {
+			lines[i] = e.Path + " " + describe(e.Err)
+		}
+		return strings.Join(lines, " | "), err
 	case "state":
 		answer = s.gen.State().String()
 	case "superseded":

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dispatch_test
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/cilium/ebpf"
+
+	"instar/dispatch"
+	"instar/internal/testutil"
+)
+
+func TestListOfNothing(t *testing.T) {
+	w := newWorld(t)
+	for _, root := range []string{w.root, w.root + "/none", filepath.Dir(w.root)} {
+		if entries, err := dispatch.List(root); err != nil || len(entries) != 0 {
+			t.Errorf("%s: %v, %v", root, entries, err)
+		}
+	}
+	w.must(os.MkdirAll(w.root+"/empty", 0o755))
+	if entries, err := dispatch.List(w.root); err != nil || len(entries) != 0 {
+		t.Errorf("an empty one: %v, %v", entries, err)
+	}
+}
+
+// What List says of good groups, damaged ones, and those that one may not read.
+func TestList(t *testing.T) {
+	testutil.NeedRoot(t)
+	w := newWorld(t)
+	good := w.open(w.options("127.0.0.1:4433"))
+	w.activate(w.serve(good, 2))
+	w.newFlow(w.client("127.0.0.1:4433"), 1)
+	damaged := w.open(w.options("[::]:4434"))
+	w.must(os.Remove(filepath.Join(damaged.Path(), "sockets")))
+	other := testutil.OtherNetNS(t)
+	var there *dispatch.Group
+	other.Run(func() { there = w.open(w.options("127.0.0.1:4433")) })
+
+	entries, err := dispatch.List(w.root)
+	w.must(err)
+	got := map[string]dispatch.Entry{}
+	for _, e := range entries {
+		got[e.Path] = e
+	}
+	if len(entries) != 3 || len(got) != 3 {
+		t.Fatalf("listed: %+v", entries)
+	}
+	if e := got[good.Path()]; e.Err != nil || !e.Here || e.Name != "udp4-127.0.0.1-4433" || e.Snapshot.Active != 1 || e.Snapshot.Verdicts["new"] != 1 {
+		t.Errorf("the good one: %+v", e)
+	}
+	e := got[damaged.Path()]
+	wantRefused(t, "the damaged one", e.Err, "not-exist", `pin "sockets" is missing`)
+	if e.Snapshot != nil || !e.Here || e.Name != "udp-::-4434" {
+		t.Errorf("the damaged one: %+v", e)
+	}
+	if e := got[there.Path()]; e.Err != nil || e.Here || e.Netns == got[good.Path()].Netns || e.Name != "udp4-127.0.0.1-4433" {
+		t.Errorf("the one there: %+v", e)
+	}
+
+	p := w.start(w.options("127.0.0.1:4433"), testutil.Nobody())
+	for _, line := range strings.Split(w.ask(p, "list"), " | ") {
+		path, refusal, _ := strings.Cut(line, " ")
+		if _, ok := got[path]; !ok {
+			t.Errorf("nobody lists %q", line)
+		}
+		wantRefusal(t, "as nobody", refusal, "permission", "uid 65534", "owner is uid 0")
+		delete(got, path)
+	}
+	if len(got) != 0 {
+		t.Errorf("nobody does not list %v", got)
+	}
+	// Where even the folder may not be read.
+	w.must(os.Chmod(w.root, 0o700))
+	wantRefusal(t, "a closed root", p.Ask("list"), "permission", "list groups", w.root, "uid 0")
+}
+
+// I3: a group that somebody uses is never removed; whatever else is left can be.
+func TestForget(t *testing.T) {
+	w := newWorld(t)
+	o := w.options("127.0.0.1:4433")
+	g := w.open(o)
+	path := g.Path()
+	n := w.join(g, 2)
+	unused := w.join(g, 1)
+	w.activate(n)
+	before := contents(t, path)
+	for _, layout := range []uint32{1, 7} {
+		g.Control().Layout = layout
+		wantRefused(t, "a live group", dispatch.Forget(path), "state", "forget "+path, "3 sockets of the group live", "stop their servers first")
+	}
+	g.Control().Layout = 1
+	if after := contents(t, path); after != before {
+		t.Errorf("a refused Forget changed the group:\n%s\nbefore it was\n%s", after, before)
+	}
+	w.must(unused.Close())
+	wantRefused(t, "a live group", dispatch.Forget(path+"/."), "state", "2 sockets")
+	secret, err := g.Secret("key", 8)
+	w.must(err)
+	w.must(n.Close())
+	w.must(dispatch.Forget(path))
+	if _, err := os.Lstat(path); err == nil {
+		t.Error("it is still there")
+	}
+	wantRefused(t, "twice", dispatch.Forget(path), "not-exist", "forget "+path)
+
+	// A Group of before says what happened, and makes nothing worse.
+	for what, words := range map[string][]string{
+		"nobody made it anew":   {"does not exist (any more)"},
+		"somebody made it anew": {"removed and made anew since it was opened", "open it again"},
+	} {
+		if what == "somebody made it anew" {
+			w.open(o)
+		}
+		_, err := g.Join(1)
+		wantRefused(t, what+": Join", err, "not-exist", words...)
+		wantRefused(t, what+": Activate", g.Activate(1), "not-exist", words...)
+		wantRefused(t, what+": Repair", g.Repair(), "not-exist", words...)
+		_, err = g.UpgradeProgram()
+		wantRefused(t, what+": UpgradeProgram", err, "not-exist", words...)
+		if s := w.snapshot(g); s.Active != 0 || len(s.Generations) != 0 {
+			t.Errorf("%s: %+v", what, s)
+		}
+		if what == "somebody made it anew" {
+			anew, err := dispatch.OpenPath(path)
+			w.must(err)
+			if again, err := anew.Secret("key", 8); err != nil || string(again) == string(secret) {
+				t.Errorf("the secret outlived Forget: %x, %v", again, err)
+			}
+			w.must(anew.Close())
+			w.must(dispatch.Forget(path))
+		}
+	}
+}
+
+// What Forget takes for a group, and what not.
+func TestForgetOfWhatIsNoGroup(t *testing.T) {
+	w := newWorld(t)
+	g := w.open(w.options("127.0.0.1:4433"))
+	w.must(os.Mkdir(w.root+"/here", 0o755))
+	for what, path := range map[string]string{
+		"a folder of a namespace":       filepath.Dir(g.Path()),
+		"another folder on the bpffs":   w.root + "/here",
+		"the root":                      w.root,
+		"a folder of another file type": t.TempDir(),
+	} {
+		wantRefused(t, what, dispatch.Forget(path), "options", "forget "+path, "no folder of a group")
+		if _, err := os.Lstat(path); err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	wantRefused(t, "nothing", dispatch.Forget(w.root+"/none/udp4-1"), "not-exist")
+	if s := w.snapshot(g); s.Path != g.Path() {
+		t.Errorf("%+v", s)
+	}
+}
+
+// Damaged groups are no dead end.
+func TestForgetOfDamagedGroups(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		damage func(w *world, path string)
+	}{
+		{"unknown layout", func(w *world, path string) { setLayout(w.T, path, 99) }},
+		{"no pin but the sockets", func(w *world, path string) {
+			for _, pin := range list(w, path) {
+				if pin != "sockets" {
+					w.must(os.Remove(filepath.Join(path, pin)))
+				}
+			}
+		}},
+		{"no socket map", func(w *world, path string) { w.must(os.Remove(filepath.Join(path, "sockets"))) }},
+		{"nothing", func(w *world, path string) {
+			for _, pin := range list(w, path) {
+				w.must(os.Remove(filepath.Join(path, pin)))
+			}
+		}},
+		{"another map for the socket map", func(w *world, path string) {
+			w.must(os.Remove(filepath.Join(path, "sockets")))
+			m, err := ebpf.NewMap(&ebpf.MapSpec{Type: ebpf.Array, KeySize: 4, ValueSize: 8, MaxEntries: 4})
+			w.must(err)
+			w.must(m.Pin(filepath.Join(path, "sockets")))
+			w.must(m.Close())
+		}},
+		{"a program for the socket map", func(w *world, path string) {
+			w.must(os.Remove(filepath.Join(path, "sockets")))
+			w.must(os.Rename(filepath.Join(path, "program"), filepath.Join(path, "sockets")))
+		}},
+		{"a pin too many", func(w *world, path string) {
+			m, err := ebpf.NewMap(&ebpf.MapSpec{Type: ebpf.Array, KeySize: 4, ValueSize: 8, MaxEntries: 4})
+			w.must(err)
+			w.must(m.Pin(filepath.Join(path, "program-new")))
+			w.must(m.Close())
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			w := newWorld(t)
+			o := w.options("127.0.0.1:4433")
+			g := w.open(o)
+			path := g.Path()
+			w.leave(g)
+			tc.damage(w, path)
+			w.must(dispatch.Forget(path))
+			again := w.open(o)
+			if again.Path() != path || len(list(t, path)) != 6 {
+				t.Errorf("made anew: %s with %q", again.Path(), list(t, path))
+			}
+			w.activate(w.join(again, 1))
+		})
+	}
+}
