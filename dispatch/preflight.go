@@ -17,13 +17,13 @@ import (
 
 // settle is how long a socket that no visible process holds may take to go away:
 // its process just closed it or died.
-const settle = 100 * time.Millisecond
+const settle = time.Second
 
 // checkAddress looks at the sockets that have the group's port, and refuses those
 // that would take packets from the group, keep it from binding, or join it behind
 // the control plane's back. It is called before every bind.
 func (g *Group) checkAddress() error {
-	for start := time.Now(); ; time.Sleep(settle / 50) {
+	for start := time.Now(); ; time.Sleep(settle / 200) {
 		rival, err := g.rival()
 		if err == nil || rival == 0 || time.Since(start) > settle || len(sockdiag.Owners(rival)) > 0 {
 			return err

@@ -140,8 +140,14 @@ func (c *client) established() error {
 		select {
 		case <-c.conn.HandshakeComplete():
 		case <-c.conn.Context().Done():
-			c.fault = context.Cause(c.conn.Context())
-			return
+			// A connection may be over soon after its handshake; what counts is
+			// whether it had one.
+			select {
+			case <-c.conn.HandshakeComplete():
+			default:
+				c.fault = context.Cause(c.conn.Context())
+				return
+			}
 		case <-ctx.Done():
 			c.fault = &quic.HandshakeTimeoutError{}
 			return

@@ -309,7 +309,12 @@ func (s *Server) listen(ctx context.Context, cert tls.Certificate) error {
 		return err
 	}
 	tlsConfig := s.sockets.serverTLS(http3.ConfigureTLSConfig(&tls.Config{Certificates: []tls.Certificate{cert}}))
-	quicConfig := s.sockets.serverQUIC(&quic.Config{Allow0RTT: true, MaxIdleTimeout: 30 * time.Second})
+	quicConfig := s.sockets.serverQUIC(&quic.Config{
+		Allow0RTT:      true,
+		MaxIdleTimeout: 30 * time.Second,
+		// Twice quic-go's: on a busy machine a handshake takes its time.
+		HandshakeIdleTimeout: 10 * time.Second,
+	})
 	for _, t := range transports {
 		t.ConnContext = s.connContext
 		s.transports = append(s.transports, t)
