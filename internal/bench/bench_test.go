@@ -93,13 +93,13 @@ func TestReport(t *testing.T) {
 	rows = nil
 	for _, x := range r.Throughputs {
 		rows = append(rows, x.Program+": "+x.Way)
-		if x.Plain.Min <= 0 || x.Instar.Min <= 0 || x.Ratio.Min <= 0 {
+		if x.Plain.Min <= 0 || x.With.Min <= 0 || x.Ratio.Min <= 0 {
 			t.Errorf("throughput: %+v", x)
 		}
 	}
-	want = []string{"stateless: one CPU for all", "quic: one CPU for all"}
+	want = []string{"plain: one CPU for all", "empty: one CPU for all", "stateless: one CPU for all", "quic: one CPU for all"}
 	if runtime.NumCPU() > 1 {
-		want = append(want, "stateless: a CPU for the loop", "quic: a CPU for the loop")
+		want = append(want, "plain: a CPU for the loop", "empty: a CPU for the loop", "stateless: a CPU for the loop", "quic: a CPU for the loop")
 	}
 	if !slices.Equal(rows, want) {
 		t.Errorf("throughputs: %q, want %q", rows, want)
@@ -205,7 +205,7 @@ func TestRemarks(t *testing.T) {
 			{Program: "select", Packets: anyPackets, Net: Spread{Median: 35, P25: 34, P75: 36}},
 			{Program: "quic", Packets: ourPackets, Net: Spread{Median: 55, P25: 50, P75: 60}},
 		},
-		Throughputs: []Throughput{{Ratio: good}, {Ratio: good}, {Ratio: good}, {Ratio: good}},
+		Throughputs: []Throughput{{Program: emptyName, Ratio: Spread{Median: 0.9, P25: 0.9, P75: 0.9}}, {Program: "quic", Ratio: good}},
 		Operations: []Operation{
 			{Name: joinName(256), Durations: Durations{P50: 9999, P99: 1e6}},
 			{Name: flipName, Durations: Durations{P50: 40, P99: 49, Max: 1e6}},
@@ -217,7 +217,7 @@ func TestRemarks(t *testing.T) {
 	}
 
 	noisy := Report{
-		Machine: Machine{LoadStart: 3},
+		Machine: Machine{CPUs: 1, LoadStart: 3},
 		PacketCosts: []PacketCost{
 			{Program: "empty", Packets: anyPackets},
 			{Program: "select", Packets: anyPackets, Net: Spread{Median: 43}},

@@ -29,8 +29,10 @@ type PacketCost struct {
 	Net Spread `json:"net_ns"`
 }
 
-// Kinds of packets that more than one place names.
+// Names that more than one place has.
 const (
+	plainName  = "plain"
+	emptyName  = "empty"
 	anyPackets = "any"
 	ourPackets = "short header, our ID"
 )
@@ -151,7 +153,7 @@ func costRows(root string) (rows []row, closeAll func() error, err error) {
 	}
 
 	plain, err := plainTraffic()
-	err = add("empty", anyPackets, "", empty, plain, err)
+	err = add(emptyName, anyPackets, "", empty, plain, err)
 	if err == nil {
 		err = add("select", anyPackets, "", array, plain, nil)
 	}

@@ -19,7 +19,7 @@ const skPass = 1
 
 // emptyProgram decides nothing: the kernel's hash does. It is the zero.
 func emptyProgram() (*ebpf.Program, error) {
-	return loadProgram("empty", asm.Instructions{
+	return loadProgram(emptyName, asm.Instructions{
 		asm.Mov.Imm(asm.R0, skPass),
 		asm.Return(),
 	})

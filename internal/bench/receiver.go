@@ -46,7 +46,7 @@ type receiver struct {
 
 // newPlain binds sockets with SO_REUSEPORT, without a program.
 func newPlain(addr string) (r *receiver, err error) {
-	r = &receiver{name: "plain", addr: addr}
+	r = &receiver{name: plainName, addr: addr}
 	defer r.closeOn(&err)
 	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		return rawconn.Control(c, func(fd int) error {
@@ -82,6 +82,7 @@ func newEmpty(addr string) (r *receiver, err error) {
 		return nil, err
 	}
 	defer r.closeOn(&err)
+	r.name = emptyName
 	p, err := emptyProgram()
 	if err != nil {
 		return r, err

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"runtime"
 	"time"
@@ -26,14 +25,17 @@ const (
 // Throughput compares a receiving loop behind a program of Instar's with one
 // behind plain SO_REUSEPORT.
 type Throughput struct {
+	// Program is Instar's, or "empty": one that decides nothing, whose loss is that of
+	// any program; or "plain": none, which shows what the measurement is worth.
 	Program string `json:"program"`
 	// Way is how the CPUs are shared: "one CPU for all", or "a CPU for the loop"
 	// and another one for the sender and the kernel's receive path.
 	Way string `json:"way"`
 	// Packets a second that the loop received.
-	Plain  Spread `json:"plain_pps"`
-	Instar Spread `json:"instar_pps"`
-	// Ratio is Instar's in parts of the plain one's, round by round.
+	Plain Spread `json:"plain_pps"`
+	With  Spread `json:"with_pps"`
+	// Ratio is what is left with the program, in parts of the plain one's, round by
+	// round.
 	Ratio Spread `json:"ratio"`
 }
 
@@ -48,39 +50,45 @@ type stream struct {
 
 // throughputs measures the ways in turns, so many rounds each. A round has many short
 // windows, of the receivers in turns, and the median of them is its result: somebody
-// else's work on the CPUs disturbs windows, not rounds.
-func throughputs(ctx context.Context, root string, rounds int) (list []Throughput, err error) {
-	streams, closeAll, err := throughputStreams(root)
-	defer func() { err = errors.Join(err, closeAll()) }()
-	if err != nil {
-		return nil, err
-	}
+// else's work on the CPUs disturbs windows, not rounds. Each round has new sockets,
+// since where they happen to be in memory makes some faster than others for as long as
+// they live.
+func throughputs(ctx context.Context, root string, rounds int) ([]Throughput, error) {
 	ways := []way{{"one CPU for all", 100, shared}}
 	if runtime.NumCPU() > 1 {
 		ways = append(ways, way{"a CPU for the loop", 10, apart})
 	}
+	var list []Throughput
 	for _, w := range ways {
-		results := make([][]float64, len(streams))
+		var names []string
+		var results [][]float64 // by round and receiver
 		for range rounds {
 			if err := ctx.Err(); err != nil {
 				return nil, err
 			}
-			pps, err := w.round(streams)
-			if err != nil {
+			streams, closeAll, err := throughputStreams(root)
+			var pps []float64
+			if err == nil {
+				pps, err = w.round(streams)
+			}
+			if err := errors.Join(err, closeAll()); err != nil {
 				return nil, err
 			}
-			for i, v := range pps {
-				results[i] = append(results[i], v)
+			results = append(results, pps)
+			names = nil
+			for _, s := range streams {
+				names = append(names, s.to.name)
 			}
 		}
-		for i, s := range streams[1:] {
-			ratio := make([]float64, rounds)
-			for j := range ratio {
-				ratio[j] = results[i+1][j] / results[0][j]
+		for i, name := range names[1:] {
+			var plain, with, ratio []float64
+			for _, pps := range results {
+				plain = append(plain, pps[0])
+				with = append(with, pps[i+1])
+				ratio = append(ratio, pps[i+1]/pps[0])
 			}
 			list = append(list, Throughput{
-				Program: s.to.name, Way: w.name,
-				Plain: spread(results[0]), Instar: spread(results[i+1]), Ratio: spread(ratio),
+				Program: name, Way: w.name, Plain: spread(plain), With: spread(with), Ratio: spread(ratio),
 			})
 		}
 	}
@@ -99,7 +107,9 @@ func (w way) round(streams []*stream) ([]float64, error) {
 	windows := make([][]float64, len(streams))
 	// The first one warms up.
 	for i := range w.windows + 1 {
-		for j, s := range streams {
+		for k := range streams {
+			j := (i + k) % len(streams)
+			s := streams[j]
 			pps, err := w.window(s)
 			if err != nil {
 				return nil, fmt.Errorf("throughput of %s, %s: %w", s.to.name, w.name, err)
@@ -116,6 +126,8 @@ func (w way) round(streams []*stream) ([]float64, error) {
 	return pps, nil
 }
 
+// throughputStreams makes the receivers, the plain one first. They get the same packets
+// out of the same memory and read them into the same.
 func throughputStreams(root string) (streams []*stream, closeAll func() error, err error) {
 	var owned []func() error
 	closeAll = func() error {
@@ -125,46 +137,48 @@ func throughputStreams(root string) (streams []*stream, closeAll func() error, e
 		}
 		return errors.Join(errs...)
 	}
-	add := func(r *receiver, err error, make func(*dispatch.Generation) (*traffic, error)) error {
+	plain := func() (*receiver, error) { return newPlain("127.0.0.1:4011") }
+	again := func() (*receiver, error) { return newPlain("127.0.0.1:4015") }
+	empty := func() (*receiver, error) { return newEmpty("127.0.0.1:4012") }
+	stateless := func() (*receiver, error) { return newInstar(root, "127.0.0.1:4013", dispatch.SteeringStateless) }
+	quic := func() (*receiver, error) { return newInstar(root, "127.0.0.1:4014", dispatch.SteeringQUIC) }
+	for _, f := range []func() (*receiver, error){plain, again, empty, stateless, quic} {
+		r, err := f()
 		if err != nil {
-			return err
+			return nil, closeAll, err
 		}
 		owned = append(owned, r.close)
-		t, err := make(r.generation)
-		if err != nil {
-			return err
-		}
 		f, err := newFlow(r.addr)
 		if err != nil {
-			return err
+			return nil, closeAll, err
 		}
 		owned = append(owned, f.conn.Close)
-		s := &stream{to: r, flow: f, traffic: t}
-		streams = append(streams, s)
-		return s.find()
+		streams = append(streams, &stream{to: r, flow: f})
 	}
-	anything := func(*dispatch.Generation) (*traffic, error) { return plainTraffic() }
-	plain, err := newPlain("127.0.0.1:4011")
-	if err = add(plain, err, anything); err != nil {
+	// The last one is that of QUIC.
+	t, err := ownTraffic(streams[len(streams)-1].to.generation, 1)
+	if err != nil {
 		return nil, closeAll, err
 	}
-	stateless, err := newInstar(root, "127.0.0.1:4012", dispatch.SteeringStateless)
-	if err = add(stateless, err, anything); err != nil {
-		return nil, closeAll, err
+	buffers := newBuffers()
+	for _, s := range streams {
+		s.traffic = t
+		if err := s.find(buffers); err != nil {
+			return nil, closeAll, err
+		}
 	}
-	quic, err := newInstar(root, "127.0.0.1:4013", dispatch.SteeringQUIC)
-	return streams, closeAll, add(quic, err, func(n *dispatch.Generation) (*traffic, error) { return ownTraffic(n, 1) })
+	return streams, closeAll, nil
 }
 
 // find sends a packet and sees which socket got it.
-func (s *stream) find() error {
+func (s *stream) find(buffers []ipv4.Message) error {
 	if err := s.flow.send(s.traffic.batch()[:1]); err != nil {
 		return err
 	}
 	for deadline := time.Now().Add(settleTime); time.Now().Before(deadline); {
 		for i, drain := range s.to.drains {
 			if drain() > 0 {
-				s.socket = newReader(s.to.conns[i])
+				s.socket = &reader{ipv4.NewPacketConn(s.to.conns[i]), buffers}
 				return nil
 			}
 		}
@@ -178,12 +192,12 @@ type reader struct {
 	messages []ipv4.Message
 }
 
-func newReader(c *net.UDPConn) *reader {
-	r := &reader{ipv4.NewPacketConn(c), make([]ipv4.Message, batchSize)}
-	for i := range r.messages {
-		r.messages[i].Buffers = [][]byte{make([]byte, payload)}
+func newBuffers() []ipv4.Message {
+	m := make([]ipv4.Message, batchSize)
+	for i := range m {
+		m[i].Buffers = [][]byte{make([]byte, payload)}
 	}
-	return r
+	return m
 }
 
 func (r *reader) read() (int, error) { return r.conn.ReadBatch(r.messages, 0) }
