@@ -32,6 +32,7 @@ func newFlipper(t *testing.T, c Config) (g *group, words [2]uint64) {
 // TestFlipUnderTraffic stores control.active 10,000 times while handshakes come
 // in at full speed: each of them gets to one of the two generations.
 func TestFlipUnderTraffic(t *testing.T) {
+	needBPF(t)
 	const flips, atMost = 10_000, 1_000_000
 	for _, steering := range []uint32{SteeringQUIC, SteeringStateless} {
 		t.Run(fmt.Sprint("steering ", steering), func(t *testing.T) {

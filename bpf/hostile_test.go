@@ -29,9 +29,9 @@ func TestHostile(t *testing.T) {
 	if os.Getenv(longEnv) == "1" {
 		packets = 10_000_000
 	}
-	log := openKernelLog()
 	ns := testutil.NetNS(t)
 	g := newGroup(t, quicConfig, loopback6)
+	log := openKernelLog(t)
 	for _, half := range []struct {
 		name   string
 		host   netip.Addr
@@ -146,24 +146,27 @@ type kernelLog struct {
 	err error
 }
 
-func openKernelLog() kernelLog {
+func openKernelLog(t *testing.T) kernelLog {
 	fd, err := unix.Open("/dev/kmsg", unix.O_RDONLY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return kernelLog{err: err}
 	}
+	t.Cleanup(func() {
+		if err := unix.Close(fd); err != nil {
+			t.Error(err)
+		}
+	})
 	_, err = unix.Seek(fd, 0, io.SeekEnd)
 	return kernelLog{fd, err}
 }
 
 var complaint = regexp.MustCompile(`\b(WARNING|BUG|Oops|RIP|Call Trace|general protection fault|KASAN|UBSAN)\b|rcu.*stall|soft lockup`)
 
-// complaints are the lines since then that tell of a fault of the kernel. It
-// closes the log.
+// complaints are the lines since then that tell of a fault of the kernel.
 func (l kernelLog) complaints() (lines []string, err error) {
 	if l.err != nil {
 		return nil, l.err
 	}
-	defer unix.Close(l.fd)
 	buf := make([]byte, 1<<13)
 	for {
 		n, err := unix.Read(l.fd, buf)

@@ -225,6 +225,7 @@ func TestQUIC(t *testing.T) {
 
 // TestPrefixLengths brings packets to their owner with each length of prefix.
 func TestPrefixLengths(t *testing.T) {
+	needBPF(t)
 	prefixLengths(func(prefix int) {
 		t.Run(fmt.Sprint(prefix), func(t *testing.T) {
 			testutil.NetNS(t)
@@ -266,6 +267,7 @@ var kinds = []struct {
 
 // TestLastResort lets one generation after the other die.
 func TestLastResort(t *testing.T) {
+	needBPF(t)
 	for _, host := range []netip.Addr{loopback4, loopback6} {
 		for _, steering := range []uint32{SteeringQUIC, SteeringStateless} {
 			t.Run(fmt.Sprintf("%v steering %d", host, steering), func(t *testing.T) {
@@ -326,6 +328,7 @@ func TestLastResort(t *testing.T) {
 
 // TestNoneActive is a group before its first activation.
 func TestNoneActive(t *testing.T) {
+	needBPF(t)
 	for _, k := range kinds {
 		t.Run(k.name, func(t *testing.T) {
 			testutil.NetNS(t)
@@ -461,6 +464,7 @@ func TestDeadIDKeepsAffinity(t *testing.T) {
 // TestAffinity starts 1,000 handshakes, flips, and repeats them from another
 // address: none is split.
 func TestAffinity(t *testing.T) {
+	needBPF(t)
 	const handshakes = 1000
 	for _, host := range []netip.Addr{loopback4, loopback6} {
 		t.Run(host.String(), func(t *testing.T) {
@@ -563,6 +567,7 @@ func (g *group) fromNewPorts(n int, datagram []byte) {
 
 // TestUniform spreads new flows over four workers.
 func TestUniform(t *testing.T) {
+	needBPF(t)
 	const workers, flows = 4, 8000
 	for _, tc := range []struct {
 		name     string
@@ -605,6 +610,7 @@ func TestUniform(t *testing.T) {
 // TestDeadWorkers: the share of workers that died goes to their live siblings
 // alone, the same to each; nobody else's share changes.
 func TestDeadWorkers(t *testing.T) {
+	needBPF(t)
 	const flows = 12000
 	for _, tc := range []struct {
 		workers int
