@@ -44,7 +44,11 @@ static __always_inline bool load_head(struct sk_reuseport_md *ctx, struct quic_h
 __noinline int handshake(struct sk_reuseport_md *ctx, __u64 key)
 {
 	struct instar_flow *known, flow = {};
+	struct instar_counters *c = counters();
 	int chosen;
+
+	if (!c)
+		return SK_DROP;
 
 	known = bpf_map_lookup_elem(&flows, &key);
 	if (known) {
@@ -52,20 +56,20 @@ __noinline int handshake(struct sk_reuseport_md *ctx, __u64 key)
 
 		if (control.slots[slot & 0xff].number == known->generation &&
 		    select_socket(ctx, slot, worker))
-			return finish(INSTAR_VERDICT_KNOWN, slot << 8 | worker);
+			return passed(c, INSTAR_VERDICT_KNOWN, slot);
 	}
 
 	chosen = select_active(ctx, key >> 32);
 	if (chosen < 0)
-		return finish(INSTAR_VERDICT_DROP, chosen);
+		return finish(c, INSTAR_VERDICT_DROP, chosen);
 	flow.handle = chosen;
 	flow.generation = control.slots[flow.handle >> 8].number;
 	if (known) {
 		bpf_map_update_elem(&flows, &key, &flow, BPF_ANY);
-		return finish(INSTAR_VERDICT_NEW, chosen);
+		return finish(c, INSTAR_VERDICT_NEW, chosen);
 	}
 	if (bpf_map_update_elem(&flows, &key, &flow, BPF_NOEXIST) == 0)
-		return finish(INSTAR_VERDICT_NEW, chosen);
+		return finish(c, INSTAR_VERDICT_NEW, chosen);
 
 	/* Another CPU was faster with a packet of the same handshake: its choice
 	 * holds. */
@@ -74,9 +78,9 @@ __noinline int handshake(struct sk_reuseport_md *ctx, __u64 key)
 		__u32 slot = known->handle >> 8, worker = known->handle & 0xff;
 
 		if (select_socket(ctx, slot, worker))
-			return finish(INSTAR_VERDICT_KNOWN, slot << 8 | worker);
+			return passed(c, INSTAR_VERDICT_KNOWN, slot);
 	}
-	return finish(INSTAR_VERDICT_NEW, chosen);
+	return finish(c, INSTAR_VERDICT_NEW, chosen);
 }
 
 SEC("sk_reuseport")
@@ -84,10 +88,14 @@ int quic(struct sk_reuseport_md *ctx)
 {
 	struct quic_head head;
 	struct quic_class class;
+	struct instar_counters *c = counters();
 	int verdict;
 
+	if (!c)
+		return SK_DROP;
+
 	if (!load_head(ctx, &head))
-		return finish(INSTAR_VERDICT_INVALID, select_active(ctx, ctx->hash));
+		return finish(c, INSTAR_VERDICT_INVALID, select_active(ctx, ctx->hash));
 
 	/* The usual prefix on a path of its own, where its length is a constant;
 	 * the verifier removes the other one. */
@@ -100,7 +108,7 @@ int quic(struct sk_reuseport_md *ctx)
 	switch (class.kind) {
 	case QUIC_OURS:
 		if (select_socket(ctx, class.slot, class.worker))
-			return finish(INSTAR_VERDICT_OWNER, class.slot << 8 | class.worker);
+			return passed(c, INSTAR_VERDICT_OWNER, class.slot);
 		if (class.is_long)
 			return handshake(ctx, quic_affinity(&head, &secrets));
 		verdict = INSTAR_VERDICT_ORPHAN;
@@ -113,7 +121,7 @@ int quic(struct sk_reuseport_md *ctx)
 	default:
 		verdict = INSTAR_VERDICT_INVALID;
 	}
-	return finish(verdict, select_active(ctx, ctx->hash));
+	return finish(c, verdict, select_active(ctx, ctx->hash));
 }
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

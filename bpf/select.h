@@ -99,31 +99,42 @@ static __always_inline int select_active(struct sk_reuseport_md *ctx, __u32 hash
 	return select_any(ctx, hash);
 }
 
-/* Counts the packet and ends it. */
-static __always_inline int finish(int verdict, int chosen)
+/*
+ * The counters of this CPU. Programs look them up before they choose a socket:
+ * what the kernel's return from there makes the CPU forget would be waited for.
+ */
+static __always_inline struct instar_counters *counters(void)
 {
 	__u32 zero = 0;
-	struct instar_counters *c = bpf_map_lookup_elem(&verdicts, &zero);
-	struct instar_traffic *t;
-	__u64 tick;
 
-	if (chosen < 0)
-		verdict = INSTAR_VERDICT_DROP;
-	else if (chosen & CHOSEN_FALLBACK)
-		verdict = INSTAR_VERDICT_FALLBACK;
-	if (!c)
-		return SK_DROP;
+	return bpf_map_lookup_elem(&verdicts, &zero);
+}
+
+/* Counts a packet that a socket of the slot got, and ends it. */
+static __always_inline int passed(struct instar_counters *c, int verdict, __u32 slot)
+{
+	struct instar_traffic *t = &c->slots[slot & (INSTAR_SLOTS - 1)];
+	__u64 tick = bpf_jiffies64();
+
 	c->verdicts[verdict]++;
-	if (chosen < 0)
-		return SK_DROP;
-	t = &c->slots[chosen >> 8 & 0xff];
 	t->packets++;
-	tick = bpf_jiffies64();
 	if (t->tick != tick) {
 		t->tick = tick;
 		t->last = bpf_ktime_get_ns();
 	}
 	return SK_PASS;
+}
+
+/* Counts the packet and ends it. */
+static __always_inline int finish(struct instar_counters *c, int verdict, int chosen)
+{
+	if (chosen < 0) {
+		c->verdicts[INSTAR_VERDICT_DROP]++;
+		return SK_DROP;
+	}
+	if (chosen & CHOSEN_FALLBACK)
+		verdict = INSTAR_VERDICT_FALLBACK;
+	return passed(c, verdict, chosen >> 8);
 }
 
 #endif

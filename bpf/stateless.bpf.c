@@ -12,7 +12,11 @@
 SEC("sk_reuseport")
 int stateless(struct sk_reuseport_md *ctx)
 {
-	return finish(INSTAR_VERDICT_NEW, select_active(ctx, ctx->hash));
+	struct instar_counters *c = counters();
+
+	if (!c)
+		return SK_DROP;
+	return finish(c, INSTAR_VERDICT_NEW, select_active(ctx, ctx->hash));
 }
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"instar/bpf"
 	"instar/internal/sockdiag"
 )
 
@@ -195,6 +196,9 @@ func (g *Group) cookies() map[uint64]bool {
 		return cookies
 	}
 	for s := range g.table.MaxGenerations {
+		if g.table.Info[s].Stage == bpf.StageFree {
+			continue // its entries were taken out
+		}
 		for w := range uint32(g.table.Slots[s].Workers) {
 			var cookie uint64
 			if g.pins.sockets.Lookup(s*g.table.MaxWorkers+w, &cookie) == nil {
