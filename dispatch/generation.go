@@ -54,10 +54,16 @@ func (g *Group) Join(workers int) (*Generation, error) {
 			"open and join it in the same one", g.key, ErrMismatch)
 	}
 	var n *Generation
+	release, err := g.use()
+	if err != nil {
+		return nil, fmt.Errorf("join %s: %w", g.key, err)
+	}
+	err = g.checkAddress()
+	release()
+	if err != nil {
+		return nil, fmt.Errorf("join %s: %w", g.key, err)
+	}
 	err = g.update(func() (err error) {
-		if err := g.checkAddress(); err != nil {
-			return err
-		}
 		n, err = g.join(workers)
 		return err
 	})
@@ -72,7 +78,10 @@ func (g *Group) Join(workers int) (*Generation, error) {
 }
 
 func (g *Group) join(workers int) (n *Generation, err error) {
-	slot, ok := g.table.freeSlot()
+	slot, ok := g.table.freeSlot(func(slot uint8) bool {
+		info := &g.table.Info[slot]
+		return info.PidNamespace != pidNamespace() || lives(info)
+	})
 	if !ok {
 		return nil, &FullError{Limit: int(g.table.MaxGenerations), Occupants: g.generations()}
 	}

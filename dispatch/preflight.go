@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -16,79 +17,119 @@ import (
 	"instar/internal/sockdiag"
 )
 
-// settle is how long a socket that no visible process holds may take to go away:
-// its process just closed it or died.
+// settle is how long a socket that stands in the way may take to go, where its process
+// may just be closing it or dying.
 const settle = time.Second
+
+// rival is a socket that stands in the way.
+type rival struct {
+	cookie uint64
+	// leaving says that it may be gone in a moment.
+	leaving bool
+	reason  error
+}
 
 // checkAddress looks at the sockets that have the group's port, and refuses those
 // that would take packets from the group, keep it from binding, or join it behind
-// the control plane's back. It is called before every bind.
+// the control plane's back. It is called before every bind, without the group's lock,
+// since it may wait.
 func (g *Group) checkAddress() error {
+	var first map[uint64]bool
 	for start := time.Now(); ; time.Sleep(settle / 200) {
-		rival, err := g.rival()
-		if err == nil || rival == 0 || time.Since(start) > settle || len(sockdiag.Owners(rival)) > 0 {
+		rivals, err := g.rivals()
+		if err != nil {
 			return err
+		}
+		// Those that came after the first look are other generations on their way in
+		// or out.
+		var stays error
+		for _, r := range rivals {
+			if !r.leaving {
+				return r.reason
+			}
+			if stays == nil && (first == nil || first[r.cookie]) {
+				stays = r.reason
+			}
+		}
+		if stays == nil || time.Since(start) > settle {
+			return stays
+		}
+		if first == nil {
+			first = make(map[uint64]bool)
+			for _, r := range rivals {
+				first[r.cookie] = true
+			}
 		}
 	}
 }
 
-// rival finds a socket that stands in the way, by its inode, and says in which.
-func (g *Group) rival() (inode uint32, err error) {
+// rivals finds the sockets that stand in the way.
+func (g *Group) rivals() ([]rival, error) {
 	sockets, err := sockdiag.UDP(g.key.addr.Port())
 	if err != nil {
 		// A kernel without udp_diag, or a seccomp filter. Binding tells the worst of it.
 		g.log.Warn("cannot see who else is at the address", "group", g.key.String(), "err", err)
-		return 0, nil
+		return nil, nil
 	}
 	device := 0
 	if g.key.device != "" {
 		i, err := net.InterfaceByName(g.key.device)
 		if err != nil {
-			return 0, fmt.Errorf("find device %s: %w; create it first, or correct the name", g.key.device, err)
+			return nil, fmt.Errorf("find device %s: %w; create it first, or correct the name", g.key.device, err)
 		}
 		device = i.Index
 	}
 	ours := g.cookies()
-	uid := uint32(os.Geteuid())
-	for _, s := range sockets {
-		if s.Peer.IsValid() || ours[s.Cookie] {
-			continue
-		}
-		switch g.key.relate(s, device) {
-		case apart:
-			continue
-		case same:
-			if s.UID != uid {
-				return s.Inode, fmt.Errorf("%w: %s: %s is held by uid %d and this process has effective uid %d; the kernel lets only "+
-					"one user share an address: run both as the same user, or stop the other one",
-					ErrOccupied, g.key, describe(s), s.UID, uid)
-			}
-			if g.left(s) {
-				continue
-			}
-			return s.Inode, fmt.Errorf("%w: %s: %s is not registered with this group; stop that process, or start it "+
-				"through Instar as service %q so that it joins", ErrOccupied, g.key, describe(s), g.service)
-		case narrower:
-			if !g.allowOverlap {
-				return s.Inode, fmt.Errorf("%w: %s: %s is more specific and takes its packets from this group; %s",
-					ErrOccupied, g.key, describe(s), g.key.resolve(s))
-			}
-			g.log.Warn("a more specific socket takes packets from this group", "group", g.key.String(), "socket", describe(s))
-		case wider:
-			if !g.allowOverlap {
-				return s.Inode, fmt.Errorf("%w: %s: %s is less specific; this group would take packets from it; %s",
-					ErrOccupied, g.key, describe(s), g.key.resolve(s))
-			}
-			g.log.Warn("this group takes packets from a less specific socket", "group", g.key.String(), "socket", describe(s))
-		case contested:
-			if !g.allowOverlap {
-				return s.Inode, fmt.Errorf("%w: %s: %s gets packets of this group, or this group gets its packets, by the order of binding; %s",
-					ErrOccupied, g.key, describe(s), g.key.resolve(s))
-			}
-			g.log.Warn("this group and another socket get each other's packets by the order of binding", "group", g.key.String(), "socket", describe(s))
-		}
+	strangers := slices.DeleteFunc(sockets, func(s sockdiag.Socket) bool {
+		return s.Peer.IsValid() || ours[s.Cookie] || g.key.relate(s, device) == apart
+	})
+	inodes := make([]uint32, len(strangers))
+	for i, s := range strangers {
+		inodes[i] = s.Inode
 	}
-	return 0, nil
+	owners := sockdiag.Owners(inodes...)
+	var rivals []rival
+	for _, s := range strangers {
+		relation := g.key.relate(s, device)
+		holders := owners[s.Inode]
+		if relation == same && s.UID == uint32(os.Geteuid()) && g.left(holders) {
+			continue
+		}
+		if relation != same && g.allowOverlap {
+			g.log.Warn("an overlapping socket", "group", g.key.String(), "reason", g.key.reason(relation, s, holders))
+			continue
+		}
+		r := rival{
+			cookie: s.Cookie,
+			// Of a process that is dying, or of one that left the group and whose slot
+			// another one has.
+			leaving: len(holders) == 0 || relation == same && g.hadGenerations(),
+			reason:  fmt.Errorf("%w: %s: %s", ErrOccupied, g.key, g.key.reason(relation, s, holders)),
+		}
+		if relation == same && s.UID == uint32(os.Geteuid()) {
+			r.reason = fmt.Errorf("%w; stop that process, or start it through Instar as service %q so that it joins", r.reason, g.service)
+		}
+		rivals = append(rivals, r)
+	}
+	return rivals, nil
+}
+
+// reason says why a socket is in the way, and what to do about it.
+func (k key) reason(r relation, s sockdiag.Socket, holders []sockdiag.Process) string {
+	who := describe(s, holders)
+	switch r {
+	case narrower:
+		return fmt.Sprintf("%s is more specific and takes its packets from this group; %s", who, k.resolve(s))
+	case wider:
+		return fmt.Sprintf("%s is less specific; this group would take packets from it; %s", who, k.resolve(s))
+	case contested:
+		return fmt.Sprintf("%s gets packets of this group, or this group gets its packets, by the order of binding; %s", who, k.resolve(s))
+	}
+	if uid := os.Geteuid(); s.UID != uint32(uid) {
+		return fmt.Sprintf("%s is held by uid %d and this process has effective uid %d; the kernel lets only one user share "+
+			"an address: run both as the same user, or stop the other one", who, s.UID, uid)
+	}
+	return who + " is not registered with this group"
 }
 
 type relation int
@@ -165,7 +206,7 @@ func (k key) resolve(s sockdiag.Socket) string {
 }
 
 // describe names a socket and who holds it.
-func describe(s sockdiag.Socket) string {
+func describe(s sockdiag.Socket, holders []sockdiag.Process) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "a socket on %s %s", networkOf(s), s.Local)
 	if s.Device != 0 {
@@ -175,13 +216,12 @@ func describe(s sockdiag.Socket) string {
 			fmt.Fprintf(&b, " on device %d", s.Device)
 		}
 	}
-	owners := sockdiag.Owners(s.Inode)[s.Inode]
-	if len(owners) == 0 {
+	if len(holders) == 0 {
 		fmt.Fprintf(&b, " (of uid %d; its process cannot be seen from here)", s.UID)
 		return b.String()
 	}
-	names := make([]string, len(owners))
-	for i, p := range owners {
+	names := make([]string, len(holders))
+	for i, p := range holders {
 		names[i] = p.String()
 	}
 	fmt.Fprintf(&b, " (%s)", strings.Join(names, ", "))
@@ -209,22 +249,26 @@ func (g *Group) cookies() map[uint64]bool {
 	return cookies
 }
 
-// left reports whether an unregistered socket belongs to a generation that has
-// left the map and is about to close it.
-func (g *Group) left(s sockdiag.Socket) bool {
+// left reports whether an unregistered socket may belong to a generation that has left
+// the map and is about to close it.
+func (g *Group) left(holders []sockdiag.Process) bool {
 	if g.pins == nil {
 		return false
 	}
-	for _, p := range sockdiag.Owners(s.Inode)[s.Inode] {
-		for i := range g.table.Info {
-			info := &g.table.Info[i]
-			if info.Pid == uint32(p.PID) && info.PidStart == processStart(p.PID) && info.PidNamespace == pidNamespace() {
-				return true
-			}
+	return slices.ContainsFunc(g.table.Info[:], func(info bpf.Info) bool {
+		if len(holders) == 0 {
+			// Somebody whom we cannot see: one of another PID namespace, or one that
+			// changed its user and keeps others from looking at its descriptors.
+			return info.Number != 0 && (info.PidNamespace != pidNamespace() || lives(&info) && hidden(info.Pid))
 		}
-	}
-	return false
+		return slices.ContainsFunc(holders, func(p sockdiag.Process) bool {
+			return info.Pid == uint32(p.PID) && lives(&info)
+		})
+	})
 }
+
+// hadGenerations reports whether anybody ever joined the group.
+func (g *Group) hadGenerations() bool { return g.pins != nil && g.table.NextNumber > 1 }
 
 // explainBind says why the kernel refused a bind that the preflight let through.
 func (g *Group) explainBind(err error) error {
@@ -233,7 +277,7 @@ func (g *Group) explainBind(err error) error {
 		sockets, e := sockdiag.UDP(g.key.addr.Port())
 		for _, s := range sockets {
 			return fmt.Errorf("%w: bind %s: %w: %s; it may lack SO_REUSEPORT or belong to another user (uid %d, we are %d)",
-				ErrOccupied, g.key, err, describe(s), s.UID, os.Geteuid())
+				ErrOccupied, g.key, err, describe(s, sockdiag.Owners(s.Inode)[s.Inode]), s.UID, os.Geteuid())
 		}
 		return fmt.Errorf("%w: bind %s: %w", ErrOccupied, g.key, errors.Join(err, e))
 	case errors.Is(err, unix.EACCES) && g.key.addr.Port() < 1024:

@@ -3,12 +3,17 @@
 package dispatch
 
 import (
+	"errors"
+	"fmt"
+	"io/fs"
 	"os"
 	"strconv"
 	"strings"
 	"sync"
 
 	"golang.org/x/sys/unix"
+
+	"instar/bpf"
 )
 
 // processStart is when a process started, in ticks since boot, 0 when it cannot be
@@ -29,6 +34,18 @@ func processStart(pid int) uint64 {
 		return 0
 	}
 	return n
+}
+
+// lives reports whether the process of a generation lives. One of another PID namespace
+// is not found.
+func lives(info *bpf.Info) bool {
+	return info.PidNamespace == pidNamespace() && info.PidStart != 0 && processStart(int(info.Pid)) == info.PidStart
+}
+
+// hidden reports whether this process may not see the descriptors of another one.
+func hidden(pid uint32) bool {
+	_, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	return errors.Is(err, fs.ErrPermission)
 }
 
 // command is the name of a process, "" when it is not the one that started then.

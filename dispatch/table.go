@@ -3,6 +3,7 @@
 package dispatch
 
 import (
+	"cmp"
 	"fmt"
 	"runtime"
 	"slices"
@@ -130,18 +131,26 @@ func (t table) find(number uint32) (uint8, bool) {
 	return 0, false
 }
 
-// freeSlot returns the slot that has been out of use the longest.
-func (t table) freeSlot() (uint8, bool) {
-	best, found := 0, false
+// freeSlot returns the slot that has been out of use the longest. One whose last process
+// may live comes after the others: the slot says whose the sockets are that left the
+// map and are not closed yet.
+func (t table) freeSlot(mayLive func(slot uint8) bool) (uint8, bool) {
+	var free []uint8
 	for s := range int(t.MaxGenerations) {
-		if t.Info[s].Stage != bpf.StageFree {
-			continue
-		}
-		if !found || t.Slots[s].Number < t.Slots[best].Number {
-			best, found = s, true
+		if t.Info[s].Stage == bpf.StageFree {
+			free = append(free, uint8(s))
 		}
 	}
-	return uint8(best), found
+	if len(free) == 0 {
+		return 0, false
+	}
+	slices.SortStableFunc(free, func(a, b uint8) int { return cmp.Compare(t.Slots[a].Number, t.Slots[b].Number) })
+	for _, s := range free {
+		if t.Slots[s].Number == 0 || !mayLive(s) {
+			return s, true
+		}
+	}
+	return free[0], true
 }
 
 // Orders after a change. They are pure, so that their rules can be tested apart.
