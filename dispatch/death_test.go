@@ -5,11 +5,15 @@ package dispatch_test
 import (
 	"context"
 	"errors"
+	"fmt"
+	"slices"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
+	"instar/bpf"
 	"instar/dispatch"
+	"instar/internal/testutil"
 )
 
 func isClosed(c <-chan struct{}) bool {
@@ -260,4 +264,60 @@ func TestWorkerDies(t *testing.T) {
 	if s := w.snapshot(g); s.Generations[0].Live != 2 || s.Generations[0].Workers != 3 {
 		t.Errorf("%+v", s)
 	}
+}
+
+// B1: one that has drained keeps its sockets to send from, for as long as it likes. It is
+// not taken for a stranger: not when others had all slots since, not when its process
+// cannot be looked into, and not when that is in another PID namespace.
+func TestDrainedGenerationStays(t *testing.T) {
+	w := newWorld(t)
+	who := nobody(t)
+	const address = "127.0.0.1:4433"
+	o := w.options(address)
+	w.must(prepare(o, who.UID))
+	g, err := dispatch.OpenPath(w.path(o))
+	w.must(err)
+	defer g.Close()
+
+	stays := w.start(o, who)
+	for _, line := range []string{"open", "join 2", "activate"} {
+		w.ask(stays, "%s", line)
+	}
+	upgrade := func(number string) {
+		t.Helper()
+		p := w.start(o, who)
+		w.ask(p, "open")
+		if got := w.ask(p, "join 1"); got != number {
+			t.Errorf("generation %s, want %s", got, number)
+		}
+		w.ask(p, "activate")
+		if number == "2" {
+			w.ask(stays, "drain")
+		}
+		w.ask(p, "drain {\"Deadline\":1,\"Final\":true}")
+		p.Kill()
+	}
+	// More than there are slots.
+	for number := range 6 {
+		upgrade(fmt.Sprint(number + 2))
+	}
+	w.ask(stays, "hide")
+	upgrade("8")
+	info := &g.Control().Info
+	i := slices.IndexFunc(info[:], func(i bpf.Info) bool { return i.Number == 1 })
+	if i < 0 {
+		t.Fatal("the slot of a process that lives was given away while others were free")
+	}
+	info[i].PidNamespace, info[i].Pid = 1, 1
+	upgrade("9")
+
+	// Whom nobody knows is a stranger all the same.
+	stays.Kill()
+	info[i].PidNamespace = info[(i+1)%4].PidNamespace
+	hidden := rival.Start(t, testutil.Options{Args: []string{"udp4", address, "reuseport", "hide"}, NS: w.ns, As: who})
+	hidden.Expect("bound")
+	p := w.start(o, who)
+	wantRefusal(t, "open", p.Ask("open"), "occupied", "of uid 65534; its process cannot be seen from here", "not registered")
+	hidden.Kill()
+	w.ask(p, "open")
 }

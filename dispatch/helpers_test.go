@@ -179,11 +179,16 @@ func (w *world) plainSocket(network, address, device string, reuseport bool) *ne
 }
 
 // rival is a process with a plain socket: Args are network, address and
-// "reuseport" or "".
+// "reuseport" or "", and "hide" or nothing.
 var rival = testutil.NewProgram("rival", func(c *testutil.Conversation) error {
 	s, err := plainSocket(c.Args[0], c.Args[1], "", c.Args[2] == "reuseport")
 	if err != nil {
 		return err
+	}
+	if slices.Contains(c.Args, "hide") {
+		if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
+			return err
+		}
 	}
 	c.Send("bound")
 	c.Recv()
@@ -219,6 +224,7 @@ func decode(s string) (o dispatch.Options, err error) {
 //	secret LABEL                  Group.Secret, 16 bytes
 //	snapshot                      Group.Snapshot
 //	close, leave                  Generation.Close, Group.Close
+//	hide                          keeps others of its user from looking into it
 //	hold N                        stops for ever after N more steps, says "held STEP"
 //	steps                         how many steps there were since hold or steps
 var server = testutil.NewProgram("server", runServer)
@@ -341,6 +347,8 @@ func (s *serverProcess) do(verb, arg string) (answer string, err error) {
 		}
 	case "leave":
 		err = s.group.Close()
+	case "hide":
+		err = unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)
 	case "hold":
 		s.steps = nil
 		dispatch.HoldAtSteps(func(done string) {
@@ -398,6 +406,9 @@ func list(t testing.TB, dir string) []string {
 
 // farOff is later than the end of any test.
 const farOff = time.Hour
+
+// testTime is the longest that a test should take.
+const testTime = 20 * time.Second
 
 var farFuture = time.Now().Add(farOff)
 
