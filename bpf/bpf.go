@@ -94,6 +94,9 @@ type Config struct {
 	Prefix int
 }
 
+// ErrConfig means that a group cannot have these sizes.
+var ErrConfig = errors.New("invalid size")
+
 // ErrSteering means that this build has no data plane of that number.
 var ErrSteering = errors.New("unknown steering")
 
@@ -115,6 +118,9 @@ func Spec(c Config) (*ebpf.CollectionSpec, string, error) {
 	spec, err := load()
 	if err != nil {
 		return nil, "", fmt.Errorf("read data plane: %w", err)
+	}
+	if c.Steering == SteeringStateless {
+		delete(spec.Maps, MapFlows) // it remembers none
 	}
 	if err := configure(spec, c); err != nil {
 		return nil, "", err
@@ -139,6 +145,21 @@ func Build(steering uint32) string {
 }
 
 func configure(spec *ebpf.CollectionSpec, c Config) error {
+	for _, n := range []struct {
+		name               string
+		value, least, most int
+	}{
+		{"MaxGenerations", c.MaxGenerations, 1, MaxSlots},
+		{"MaxWorkers", c.MaxWorkers, 1, MaxWorkers},
+		{"Prefix", c.Prefix, PrefixMin, PrefixMax},
+	} {
+		if n.value < n.least || n.value > n.most {
+			return fmt.Errorf("%w: %s is %d, want %d to %d", ErrConfig, n.name, n.value, n.least, n.most)
+		}
+	}
+	if spec.Maps[MapFlows] != nil && c.FlowEntries < 1 {
+		return fmt.Errorf("%w: FlowEntries is %d, want 1 or more", ErrConfig, c.FlowEntries)
+	}
 	if err := spec.Variables[quicVarMaxWorkers].Set(uint32(c.MaxWorkers)); err != nil {
 		return fmt.Errorf("set constant %s: %w", quicVarMaxWorkers, err)
 	}

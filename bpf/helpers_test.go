@@ -274,16 +274,17 @@ func (g *group) reset(t testing.TB, host netip.Addr) {
 	g.t = t
 	g.closeAll()
 	*g.control = Control{}
-	var keys []uint64
-	flows := g.coll.Maps[MapFlows]
-	var key uint64
-	var f Flow
-	for i := flows.Iterate(); i.Next(&key, &f); {
-		keys = append(keys, key)
-	}
-	for _, key := range keys {
-		if err := flows.Delete(key); err != nil {
-			t.Fatal(err)
+	if flows := g.coll.Maps[MapFlows]; flows != nil {
+		var keys []uint64
+		var key uint64
+		var f Flow
+		for i := flows.Iterate(); i.Next(&key, &f); {
+			keys = append(keys, key)
+		}
+		for _, key := range keys {
+			if err := flows.Delete(key); err != nil {
+				t.Fatal(err)
+			}
 		}
 	}
 	g.random = seeded(t.Name())

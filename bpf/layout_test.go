@@ -210,7 +210,11 @@ func TestSpec(t *testing.T) {
 		if typ := spec.Programs[program].Type; typ != ebpf.SkReuseport {
 			t.Errorf("%s: program type %v", name, typ)
 		}
-		if got := slices.Sorted(maps.Keys(spec.Maps)); !slices.Equal(got, []string{MapControl, MapSecrets, ".rodata", MapFlows, MapSockets, MapVerdicts}) {
+		want := []string{MapControl, MapSecrets, ".rodata", MapFlows, MapSockets, MapVerdicts}
+		if o.steering == SteeringStateless {
+			want = slices.Delete(want, 3, 4)
+		}
+		if got := slices.Sorted(maps.Keys(spec.Maps)); !slices.Equal(got, want) {
 			t.Errorf("%s: maps %q", name, got)
 		}
 		for constant, want := range map[string]uint32{quicVarMaxWorkers: 40, quicVarPrefix: 11} {
@@ -225,6 +229,9 @@ func TestSpec(t *testing.T) {
 			}
 		}
 		for m, want := range map[string]uint32{MapSockets: 6 * 40, MapFlows: 12345, MapVerdicts: 1, MapControl: 1, MapSecrets: 1} {
+			if m == MapFlows && o.steering == SteeringStateless {
+				continue
+			}
 			if got := spec.Maps[m].MaxEntries; got != want {
 				t.Errorf("%s: %s has %d entries, want %d", name, m, got, want)
 			}
@@ -233,6 +240,9 @@ func TestSpec(t *testing.T) {
 			MapSockets: ebpf.ReusePortSockArray, MapFlows: ebpf.LRUHash, MapVerdicts: ebpf.PerCPUArray,
 			MapControl: ebpf.Array, MapSecrets: ebpf.Array,
 		} {
+			if m == MapFlows && o.steering == SteeringStateless {
+				continue
+			}
 			if got := spec.Maps[m].Type; got != want {
 				t.Errorf("%s: %s is a %v, want %v", name, m, got, want)
 			}
@@ -250,6 +260,28 @@ func TestSpecErrors(t *testing.T) {
 			t.Errorf("steering %d: %v, %q, %v; want ErrSteering", steering, spec, program, err)
 		} else if !strings.Contains(err.Error(), fmt.Sprint(steering)) {
 			t.Errorf("error %q does not name the steering %d", err, steering)
+		}
+	}
+}
+
+func TestSpecSizes(t *testing.T) {
+	good := Config{Steering: SteeringQUIC, MaxGenerations: 256, MaxWorkers: 256, FlowEntries: 1, Prefix: 14}
+	if _, _, err := Spec(good); err != nil {
+		t.Errorf("%+v: %v", good, err)
+	}
+	for name, spoil := range map[string]func(c *Config){
+		"MaxGenerations is 0":   func(c *Config) { c.MaxGenerations = 0 },
+		"MaxGenerations is 257": func(c *Config) { c.MaxGenerations = 257 },
+		"MaxWorkers is 0":       func(c *Config) { c.MaxWorkers = 0 },
+		"MaxWorkers is 257":     func(c *Config) { c.MaxWorkers = 257 },
+		"FlowEntries is -1":     func(c *Config) { c.FlowEntries = -1 },
+		"Prefix is 7":           func(c *Config) { c.Prefix = 7 },
+		"Prefix is 15":          func(c *Config) { c.Prefix = 15 },
+	} {
+		c := good
+		spoil(&c)
+		if _, _, err := Spec(c); !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), name) {
+			t.Errorf("%s: %v; want ErrConfig", name, err)
 		}
 	}
 }

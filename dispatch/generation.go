@@ -117,8 +117,11 @@ func (g *Group) join(workers int) (n *Generation, err error) {
 	// The number first: identifiers of the slot's former user must not reach the
 	// new sockets.
 	s := &g.table.Slots[slot]
-	s.Workers, s.Exhausted = uint16(workers), 0
+	s.Workers = uint16(workers)
 	atomic.StoreUint32(&s.Number, n.number)
+	// The mark of the former user after the number: the data plane marks nobody whose
+	// number has changed.
+	s.Exhausted = 0
 	step("number slot")
 	for w := range workers {
 		var conn *net.UDPConn

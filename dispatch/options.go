@@ -58,7 +58,8 @@ type Options struct {
 
 	// FlowEntries is the size of the table of remembered flows (with QUIC:
 	// handshakes under way), 64 to 16,777,216. When it is full the least
-	// recently used flow is forgotten. Default 65,536.
+	// recently used flow is forgotten. Default 65,536. SteeringStateless has no
+	// such table.
 	FlowEntries int
 
 	// LoadBalancer puts a QUIC-LB identifier in front of ours, so that an outer
