@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"instar/bpf"
+	"instar/dispatch/connid"
 	"instar/internal/sockdiag"
 )
 
@@ -44,6 +45,9 @@ func (g *Group) Control() *bpf.Control { return g.table.Control }
 // SetProgramBuild makes the table say that the group has another build of the
 // program.
 func (g *Group) SetProgramBuild(build string) { setText(g.table.Program[:], build) }
+
+// Codec is the group's codec of connection IDs.
+func (g *Group) Codec() *connid.Codec { return g.codec }
 
 // Namespace names the network namespace of the calling thread as folders do.
 func Namespace() (string, error) { return namespaceName() }

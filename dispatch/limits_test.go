@@ -286,6 +286,10 @@ func TestUnprivilegedServer(t *testing.T) {
 		w.ask(processes[0], "%s", line)
 	}
 
+	// Another user gets no foot in the door.
+	_, err = g.Join(1)
+	wantRefused(t, "Join as root", err, "occupied", "uid 65534", "we are 0", "address already in use")
+
 	// It cannot load a program, nor take the group away.
 	if got := processes[2].Ask("upgrade"); got != "false" {
 		t.Errorf("upgrading to the same program: %s", got)

@@ -11,6 +11,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -139,8 +140,8 @@ func TestNoBPFFS(t *testing.T) {
 	}
 }
 
-// denied runs a server whose system call of that number fails with EPERM, as a
-// container's seccomp filter does it.
+// denied runs a server whose system call of that number, with that first argument if
+// there is one, fails with EPERM, as a container's seccomp filter does it.
 var denied = testutil.NewProgram("denied", func(c *testutil.Conversation) error {
 	var number uint32
 	if _, err := fmt.Sscan(c.Args[1], &number); err != nil {
@@ -152,6 +153,16 @@ var denied = testutil.NewProgram("denied", func(c *testutil.Conversation) error 
 		{Code: equal, Jt: 0, Jf: 1, K: number},
 		{Code: ret, K: unix.SECCOMP_RET_ERRNO | uint32(unix.EPERM)},
 		{Code: ret, K: unix.SECCOMP_RET_ALLOW},
+	}
+	if len(c.Args) > 2 {
+		var first uint32
+		if _, err := fmt.Sscan(c.Args[2], &first); err != nil {
+			return err
+		}
+		filter = slices.Insert(filter, 2,
+			unix.SockFilter{Code: load, K: 16}, // the lower half of the first argument
+			unix.SockFilter{Code: equal, Jt: 0, Jf: 1, K: first})
+		filter[1].Jf += 2
 	}
 	prog := unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]}
 	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {

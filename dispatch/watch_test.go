@@ -136,6 +136,20 @@ func TestWaitEnds(t *testing.T) {
 			w.must(m.Close())
 		}
 	}
+	// Closing the group ends a drain, which did not take place.
+	other := w.open(w.options("127.0.0.1:4434"))
+	m, err := other.Join(1)
+	w.must(err)
+	leaving := drain(t.Context(), m, dispatch.DrainOptions{Idle: farOff})
+	w.leave(other)
+	if d := w.took(leaving); !errors.Is(d.err, dispatch.ErrClosed) {
+		t.Errorf("a drain whose group was closed: %+v", d)
+	}
+	// The sockets are closed all the same.
+	wantRefused(t, "Close", m.Close(), "closed")
+	if left := w.sockets(4434); len(left) != 0 {
+		t.Errorf("sockets %v are left", left)
+	}
 	waiting = wait(t.Context(), dispatch.StateStaged)
 	draining := drain(t.Context(), n, dispatch.DrainOptions{Final: true})
 	w.must(n.Close())
