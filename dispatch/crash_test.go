@@ -55,7 +55,8 @@ func (w *world) stage(address string) *stage {
 func (s *stage) traffic(when string, active ...uint32) {
 	s.Helper()
 	for i, f := range s.flows {
-		verdict, err := "owner", error(nil)
+		var err error
+		verdict := "owner"
 		if n := s.gens[i]; n.State() == dispatch.StateGone || n.Number() == s.dead {
 			verdict = "orphan"
 			if _, err = s.client.orphaned(f); err != nil && s.unsettled {

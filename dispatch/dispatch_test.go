@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -159,7 +160,7 @@ func lifeOfTwoGenerations(w *world, address string) {
 	if err != nil {
 		w.Fatal(err)
 	}
-	old := append(id, make([]byte, 40)...)
+	old := slices.Concat(id, make([]byte, 40))
 	send := func(b []byte) {
 		w.Helper()
 		if _, err := client.Write(b); err != nil {

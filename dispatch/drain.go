@@ -203,18 +203,12 @@ type head struct {
 func peek(conn *net.UDPConn) (h head, waiting bool) {
 	_ = rawconn.Of(conn, func(fd int) error {
 		n, _, err := unix.Recvfrom(fd, h.octets[:], unix.MSG_PEEK|unix.MSG_DONTWAIT|unix.MSG_TRUNC)
-		switch {
-		case errors.Is(err, unix.EAGAIN):
-			return nil
-		case err != nil:
-			// A pending error, which is taken by this call. The next one sees what is behind it.
-			waiting = true
-			return nil
+		// Another error was pending, and this call took it. The next one sees what is behind.
+		waiting = !errors.Is(err, unix.EAGAIN)
+		if err == nil {
+			h.size, h.memory = n, receiveMemory(fd)
 		}
-		waiting = true
-		h.size = n
-		h.memory = receiveMemory(fd)
-		return nil
+		return err
 	})
 	return h, waiting
 }

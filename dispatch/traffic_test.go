@@ -3,6 +3,7 @@
 package dispatch_test
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -135,18 +136,16 @@ func (c *client) ask(question []byte) (kind byte, f flow, err error) {
 	if err := c.conn.SetReadDeadline(time.Now().Add(patience)); err != nil {
 		return 0, f, err
 	}
-	for {
-		n, err := c.conn.Read(c.buffer[:])
-		if err != nil {
-			return 0, f, fmt.Errorf("%w: %w", errLost, err)
-		}
-		a := c.buffer[:n]
-		if n < answerHead || binary.BigEndian.Uint64(a[6:]) != c.serial {
-			return 0, f, fmt.Errorf("strange answer %x", a)
-		}
-		f = flow{gen: binary.BigEndian.Uint32(a[1:]), worker: int(a[5]), id: append([]byte(nil), a[answerHead:]...)}
-		return a[0], f, nil
+	n, err := c.conn.Read(c.buffer[:])
+	if err != nil {
+		return 0, f, fmt.Errorf("%w: %w", errLost, err)
 	}
+	a := c.buffer[:n]
+	if n < answerHead || binary.BigEndian.Uint64(a[6:]) != c.serial {
+		return 0, f, fmt.Errorf("strange answer %x", a)
+	}
+	f = flow{gen: binary.BigEndian.Uint32(a[1:]), worker: int(a[5]), id: bytes.Clone(a[answerHead:])}
+	return a[0], f, nil
 }
 
 // start opens a flow. Each one has a random connection ID of the client.
