@@ -11,7 +11,7 @@
 // activates its generation:
 //
 //	group, err := dispatch.Open(dispatch.Options{Address: "192.0.2.1:443"})
-//	generation, err := group.Join(runtime.NumCPU())
+//	generation, err := group.Join(min(runtime.NumCPU(), dispatch.DefaultWorkers))
 //	// read generation.Conns(), or give them to a QUIC library
 //	err = generation.Activate()
 //

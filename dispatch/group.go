@@ -137,6 +137,9 @@ func exists(dir string) bool {
 }
 
 func create(o Options, k key, namespace string, prefix int, owner *Owner) error {
+	if err := lacksCapabilities(); err != nil {
+		return err
+	}
 	parent, err := namespaceFolder(o.Root, namespace)
 	if err != nil {
 		return err

@@ -23,6 +23,9 @@ func List(root string) ([]Entry, error) {
 	if err != nil {
 		return nil, err
 	}
+	if on, err := bpffs.IsBPFFS(root); err == nil && !on {
+		return nil, fmt.Errorf("list groups: %w: %s is not on a bpffs", ErrNoBPFFS, root)
+	}
 	namespaces, err := os.ReadDir(root)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
@@ -44,7 +47,7 @@ func List(root string) ([]Entry, error) {
 			return nil, fmt.Errorf("list groups: %w", err)
 		}
 		for _, e := range groups {
-			if strings.HasPrefix(e.Name(), asidePrefix) || !e.IsDir() {
+			if !strings.HasPrefix(e.Name(), groupPrefix) || !e.IsDir() {
 				continue
 			}
 			list = append(list, entry(filepath.Join(root, ns.Name(), e.Name()), ns.Name(), here))
@@ -92,7 +95,7 @@ func forget(path string) error {
 	if err != nil {
 		return err
 	}
-	if name := filepath.Base(path); !on || !strings.HasPrefix(name, "udp") {
+	if name := filepath.Base(path); !on || !strings.HasPrefix(name, groupPrefix) {
 		return fmt.Errorf("%w: it is no folder of a group", ErrOptions)
 	}
 	// The folder above is locked too, so that nobody creates a group meanwhile.

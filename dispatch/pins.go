@@ -32,8 +32,9 @@ const (
 	pinFlows    = "flows"
 	pinProgram  = "program"
 
-	// asidePrefix starts the name of a folder that is being built or removed. Group
-	// names start with "udp".
+	// groupPrefix starts the name of every group, asidePrefix that of a folder that is
+	// being built or removed.
+	groupPrefix = "udp"
 	asidePrefix = "new-"
 )
 
@@ -119,7 +120,7 @@ func explainPin(dir, name string, err error) error {
 			"if no server uses the group, remove what is left with: instar forget %s", dir, name, ErrNotExist, dir)
 	case errors.Is(err, fs.ErrPermission):
 		return fmt.Errorf("open group %s: pin %q: %w for uid %d; "+
-			"the group's owner is uid %s: run as that user, or give the group to this one with: instar prepare --owner USER ADDRESS",
+			"the group's owner is uid %s: run as that user, or give the group to this one with: instar prepare --owner USER --service SERVICE ADDRESS",
 			dir, name, ErrPermission, os.Geteuid(), ownerOf(dir))
 	case err != nil:
 		return fmt.Errorf("open group %s: pin %q: %w", dir, name, err)
@@ -175,10 +176,18 @@ func namespaceFolder(root, namespace string) (string, error) {
 	for _, d := range []string{root, dir} {
 		if err := os.Mkdir(d, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 			if errors.Is(err, fs.ErrPermission) {
-				return "", fmt.Errorf("create group: make folder %s: %w for uid %d; make the group as root with: "+
-					"instar prepare --owner USER ADDRESS", d, ErrPermission, os.Geteuid())
+				return "", fmt.Errorf("create group: make folder %s: %w for uid %d", d, ErrPermission, os.Geteuid())
 			}
 			return "", fmt.Errorf("create group: make folder %s: %w", d, err)
+		}
+		// Whoever owns the folder can put another group in the place of ours.
+		var st unix.Stat_t
+		if err := unix.Stat(d, &st); err != nil {
+			return "", fmt.Errorf("create group: %w", &fs.PathError{Op: "stat", Path: d, Err: err})
+		}
+		if st.Uid != 0 && int(st.Uid) != os.Geteuid() {
+			return "", fmt.Errorf("create group: %w: folder %s belongs to uid %d, who could replace the group; "+
+				"move it away, or take it over with: chown root:root %s", ErrPermission, d, st.Uid, d)
 		}
 	}
 	return dir, nil
@@ -336,27 +345,38 @@ func load(o Options, prefix int) (*pins, error) {
 // explainLoad finds out why the kernel refused the data plane. It tries one
 // thing at a time, since the kernel answers most of them with a bare EPERM.
 func explainLoad(err error) error {
+	if e := lacksCapabilities(); e != nil {
+		return e
+	}
 	if v, e := kernel.Current(); e == nil && !v.AtLeast(oldestKernel) {
 		return fmt.Errorf("create group: %w: Linux %v is running and %v is the oldest that can; cause: %w",
 			ErrNotSupported, v, oldestKernel, err)
-	}
-	if set, e := capset.Effective(); e == nil {
-		if missing := set.Missing(capset.BPF, capset.NetAdmin, capset.Perfmon); len(missing) > 0 {
-			return fmt.Errorf("create group: %w: this process lacks %s; add them (a unit's AmbientCapabilities=, a container's "+
-				"cap-add), or make the group beforehand as root with: instar prepare --owner USER ADDRESS; cause: %w",
-				ErrPermission, capset.Names(missing), err)
-		}
 	}
 	if errors.Is(err, unix.EPERM) {
 		if e := features.HaveMapType(ebpf.Array); e != nil {
 			return fmt.Errorf("create group: %w: the capabilities are there but bpf(2) is refused (%w); a seccomp filter "+
 				"(container runtimes have one), a security module, or a user namespace without a BPF token forbids it: "+
-				"allow bpf(2) there, or make the group outside with: instar prepare --owner USER ADDRESS", ErrPermission, e)
+				"allow bpf(2) there, or make the group outside with: instar prepare --owner USER --service SERVICE ADDRESS", ErrPermission, e)
 		}
 		return fmt.Errorf("create group: %w: maps can be created but not the program; raise RLIMIT_MEMLOCK on kernels before "+
 			"5.11, and look for a security module that forbids networking programs; cause: %w", ErrPermission, err)
 	}
 	return fmt.Errorf("create group: load data plane: %w", err)
+}
+
+// lacksCapabilities names what this process lacks for making a group.
+func lacksCapabilities() error {
+	set, err := capset.Effective()
+	if err != nil {
+		return nil // the kernel will say
+	}
+	missing := set.Missing(capset.BPF, capset.NetAdmin, capset.Perfmon)
+	if len(missing) == 0 {
+		return nil
+	}
+	return fmt.Errorf("create group: %w: this process lacks %s; add them (a unit's AmbientCapabilities=, a container's "+
+		"cap-add), or make the group beforehand as root with: instar prepare --owner USER --service SERVICE ADDRESS",
+		ErrPermission, capset.Names(missing))
 }
 
 // initialise fills the maps of a new group before anybody can see them.

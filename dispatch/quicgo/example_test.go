@@ -5,6 +5,7 @@ package quicgo_test
 import (
 	"context"
 	"crypto/tls"
+	"errors"
 	"log"
 	"time"
 
@@ -43,10 +44,17 @@ func ExampleTransports() {
 		log.Fatal(err)
 	}
 
-	<-gen.Superseded()
-	idle := make(chan struct{}) // to be closed when the last connection ended
-	if _, err := gen.Drain(context.Background(), dispatch.DrainOptions{Done: idle, Deadline: time.Minute}); err != nil {
-		log.Fatal(err) // or serve on, when it is dispatch.ErrReinstated
+	for {
+		<-gen.Superseded()
+		idle := make(chan struct{}) // to be closed when the last connection ended
+		_, err := gen.Drain(context.Background(), dispatch.DrainOptions{Done: idle, Deadline: time.Minute})
+		if errors.Is(err, dispatch.ErrReinstated) {
+			continue // the successor died or was rolled back: serve on
+		}
+		if err != nil {
+			log.Print(err)
+		}
+		break
 	}
 	for _, transport := range transports {
 		_ = transport.Close()

@@ -78,6 +78,7 @@ var causes = []struct {
 	{dispatch.ErrBusy, exitRefused},
 	{dispatch.ErrLayout, exitRefused},
 	{dispatch.ErrPermission, exitEnvironment},
+	{dispatch.ErrNoBPFFS, exitEnvironment},
 	{dispatch.ErrNotSupported, exitEnvironment},
 	{fs.ErrPermission, exitEnvironment},
 	{unix.ENOSYS, exitEnvironment},

@@ -23,7 +23,8 @@ func (a *app) groupsCommand() *cobra.Command {
 		Long: `List the groups that are pinned below the root: of every network namespace, those
 of the caller's own marked "here".
 
-In a cell of generations the numbers are in the order of last resort.`,
+In a cell of generations the numbers are in the order of last resort: which one
+gets new flows when those in front of it are dead.`,
 		Args: args(),
 		RunE: func(*cobra.Command, []string) error { return a.groups() },
 	}
@@ -108,9 +109,14 @@ func address(s *dispatch.Snapshot) string {
 func numbers(s *dispatch.Snapshot, state dispatch.State) string {
 	var list []string
 	for _, g := range s.Generations {
-		if g.State == state {
-			list = append(list, strconv.FormatUint(uint64(g.Number), 10))
+		if g.State != state {
+			continue
 		}
+		n := strconv.FormatUint(uint64(g.Number), 10)
+		if g.Live == 0 {
+			n += " (dead)"
+		}
+		list = append(list, n)
 	}
 	return dash(strings.Join(list, ","))
 }
@@ -185,7 +191,11 @@ func (a *app) generationTable(s *dispatch.Snapshot) *table {
 		case dispatch.StateDraining:
 			colour = colourYellow
 		}
-		t.add(colour, strconv.FormatUint(uint64(g.Number), 10), g.State.String(), strconv.Itoa(g.PID),
+		state := g.State.String()
+		if g.Live == 0 {
+			state, colour = "dead", colourYellow // until the group changes again
+		}
+		t.add(colour, strconv.FormatUint(uint64(g.Number), 10), state, strconv.Itoa(g.PID),
 			dash(g.Command), dash(g.Build), fmt.Sprintf("%d/%d", g.Live, g.Workers),
 			strconv.FormatUint(g.Packets, 10), ago(now, g.LastPacket), ago(now, g.Joined), until(now, g.Deadline))
 	}

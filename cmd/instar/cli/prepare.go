@@ -14,14 +14,11 @@ import (
 	"instar/dispatch"
 )
 
-// defaultService owns a group for which no other name is given.
-const defaultService = "instar"
-
 func (a *app) prepareCommand() *cobra.Command {
 	var owner, steering string
 	var o dispatch.Options
 	cmd := &cobra.Command{
-		Use:   "prepare --owner USER[:GROUP] ADDRESS",
+		Use:   "prepare --owner USER[:GROUP] --service NAME ADDRESS",
 		Short: "Make a group as root and give it to a user",
 		Long: `Make the group of ADDRESS ("IP:port", or ":port" for the dual-stack wildcard) as
 root, give its pins to a user, and print the pin folder. A server that runs as
@@ -31,7 +28,7 @@ It is made for the privileged step in front of a service, such as
 ExecStartPre=+/usr/bin/instar prepare --owner www --service web :443
 A group that exists already keeps its sizes and generations.`,
 		Args: args("ADDRESS"),
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: func(_ *cobra.Command, args []string) error {
 			if owner == "" {
 				return usagef("prepare: missing --owner USER[:GROUP], the user that the server runs as")
 			}
@@ -43,15 +40,12 @@ A group that exists already keeps its sizes and generations.`,
 				return usagef("--steering: %w", err)
 			}
 			o.Address, o.Root = args[0], a.root
-			if !cmd.Flags().Changed("service") {
-				o.Service = defaultService
+			if o.Service == "" {
+				return usagef("prepare: missing --service NAME: only the service of that name joins the group; a server's is its Options.Service, by default the name of its executable")
 			}
 			path, err := dispatch.Prepare(o, who)
 			if err != nil {
 				return fmt.Errorf("prepare %s: %w", args[0], err)
-			}
-			if !cmd.Flags().Changed("service") {
-				fmt.Fprintf(a.env.Stderr, "note: the group belongs to service %q, and only a server of that name joins it; --service sets another\n", defaultService)
 			}
 			a.printf("%s", path)
 			return nil
@@ -59,7 +53,7 @@ A group that exists already keeps its sizes and generations.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&owner, "owner", "", "`USER[:GROUP]`, names or numbers, that gets the pins")
-	f.StringVar(&o.Service, "service", "", "the `name` under which the server joins (default \"instar\")")
+	f.StringVar(&o.Service, "service", "", "the `name` under which the server joins: its Options.Service")
 	f.StringVar(&o.Network, "network", "udp", "udp, udp4 or udp6 (`kind`)")
 	f.StringVar(&o.Device, "device", "", "the network `device` that the sockets are bound to")
 	f.StringVar(&steering, "steering", "quic", "how packets find their generation: quic or stateless (`kind`)")

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"net/netip"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -79,7 +80,23 @@ func (a *app) resolve(name string) (dispatch.Entry, error) {
 	if len(here) == 1 {
 		return here[0], nil
 	}
+	// And an address without a device means the group without one.
+	if i := slices.IndexFunc(here, func(e dispatch.Entry) bool { return e.Snapshot != nil && e.Snapshot.Device == "" }); i >= 0 &&
+		sameButDevice(here) {
+		return here[i], nil
+	}
 	return dispatch.Entry{}, usagef("group %q: ambiguous, it can be any of %s", name, strings.Join(names, ", "))
+}
+
+// sameButDevice reports whether groups differ in nothing but their device.
+func sameButDevice(groups []dispatch.Entry) bool {
+	for _, e := range groups {
+		if e.Snapshot == nil || groups[0].Snapshot == nil ||
+			e.Snapshot.Address != groups[0].Snapshot.Address || e.Snapshot.Network != groups[0].Snapshot.Network {
+			return false
+		}
+	}
+	return true
 }
 
 // named matches a group by its name or its folder's, alone or behind that of
