@@ -12,9 +12,9 @@ import (
 	"instar/dispatch"
 )
 
-// TestFolderOfAnotherUser: who owns a folder above the group could put another group,
+// TestFolderThatAnotherUserCouldSwap: who owns a folder above the group could put another group,
 // with secrets of his own, in its place.
-func TestFolderOfAnotherUser(t *testing.T) {
+func TestFolderThatAnotherUserCouldSwap(t *testing.T) {
 	w := newWorld(t)
 	o := w.options("127.0.0.1:4433")
 	g := w.open(o)
