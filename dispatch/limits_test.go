@@ -272,6 +272,23 @@ func TestUnprivilegedServer(t *testing.T) {
 		w.must(err)
 	}
 	l.served(20)
+	// Root upgrades the program for it, sockets and pins stay the user's.
+	g.SetProgramBuild("another")
+	if upgraded, err := g.UpgradeProgram(); err != nil || !upgraded {
+		t.Errorf("upgrade as root: %t, %v", upgraded, err)
+	}
+	if ran := runs(t, path, func() { l.served(20) }); ran < 20 {
+		t.Errorf("the pinned program ran %d times", ran)
+	}
+	checkOwner(t, "program upgraded", path, uint32(who.UID))
+	late := begin("4")
+	if ran := runs(t, path, func() { l.served(20) }); ran < 20 {
+		t.Errorf("after the next join the pinned program ran %d times", ran)
+	}
+	w.ask(late, "rollback")
+	w.ask(late, "drain {\"Idle\":200000000}") // 0.2 s
+	late.Kill()
+	l.served(20)
 	l.lossless(g, nil)
 	for n := uint32(1); n <= 3; n++ {
 		if l.got(n) == 0 {

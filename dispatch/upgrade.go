@@ -19,9 +19,9 @@ import (
 
 // UpgradeProgram replaces the kernel program of the group, while it carries traffic, by
 // the one of this build. The maps stay; the kernel swaps the program between two
-// packets. It has to run in the group's network namespace and as the user of its
-// sockets, with the rights to load a program. When the group has that program already
-// nothing changes and upgraded is false.
+// packets. It has to run in the group's network namespace, with the rights to load a
+// program, and as the group's owner or, with CAP_CHOWN, as another user. When the group
+// has that program already nothing changes and upgraded is false.
 func (g *Group) UpgradeProgram() (upgraded bool, err error) {
 	err = g.update(func() error {
 		if text(g.table.Program[:]) == bpf.Build(g.table.Steering) {
@@ -104,11 +104,19 @@ func (g *Group) reloadProgram() error {
 }
 
 func chownLike(path, like string) error {
-	var st unix.Stat_t
-	if err := unix.Stat(like, &st); err != nil {
-		return &fs.PathError{Op: "stat", Path: like, Err: err}
+	uid, gid, err := owners(like)
+	if err != nil {
+		return err
 	}
-	return os.Chown(path, int(st.Uid), int(st.Gid))
+	return os.Chown(path, uid, gid)
+}
+
+func owners(path string) (uid, gid int, err error) {
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil {
+		return 0, 0, &fs.PathError{Op: "stat", Path: path, Err: err}
+	}
+	return int(st.Uid), int(st.Gid), nil
 }
 
 // attachLive attaches the program to the sockets of the address, through a socket that
@@ -126,7 +134,17 @@ func (g *Group) attachLive() error {
 	if here != g.namespace {
 		return fmt.Errorf("%w: the group is of another network namespace; run it there (nsenter --net)", ErrMismatch)
 	}
-	conn, err := g.bind(nil)
+	owner, _, err := owners(g.dir)
+	if err != nil {
+		return err
+	}
+	conn, err := g.bind(func(fd int) error {
+		if owner == os.Geteuid() {
+			return nil
+		}
+		// The kernel lets only sockets of one user share an address.
+		return os.NewSyscallError("fchown socket", unix.Fchown(fd, owner, -1))
+	})
 	if err != nil {
 		return g.explainBind(err)
 	}
