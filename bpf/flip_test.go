@@ -114,7 +114,7 @@ func TestHandshakeOnTwoCPUs(t *testing.T) {
 	clients := [senders]int{g.client}
 	for i := 1; i < senders; i++ {
 		clients[i] = openSocket(t, loopback4)
-		defer unix.Close(clients[i])
+		defer func() { _ = unix.Close(clients[i]) }()
 	}
 	for s := range senders {
 		go func() {

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"net/netip"
+	"slices"
 	"testing"
 
 	"github.com/cilium/ebpf"
@@ -19,7 +20,7 @@ import (
 func setMTU(t *testing.T, mtu uint32) {
 	t.Helper()
 	fd := openSocket(t, loopback4)
-	defer unix.Close(fd)
+	defer func() { _ = unix.Close(fd) }()
 	lo, err := unix.NewIfreq("lo")
 	if err != nil {
 		t.Fatal(err)
@@ -38,7 +39,7 @@ func (g *group) sendFragments(datagram []byte, cuts ...int) {
 	if err != nil {
 		g.t.Fatal(err)
 	}
-	defer unix.Close(raw)
+	defer func() { _ = unix.Close(raw) }()
 	udp := make([]byte, 8, 8+len(datagram))
 	binary.BigEndian.PutUint16(udp, 4444)
 	binary.BigEndian.PutUint16(udp[2:], g.address.Port())
@@ -127,7 +128,7 @@ func TestNonLinear(t *testing.T) {
 
 					steer := func(what string, head []byte, socket, counted string) string {
 						t.Helper()
-						datagram := append(head, g.random.octets(tc.length-len(head))...)
+						datagram := slices.Concat(head, g.random.octets(tc.length-len(head)))
 						before := g.counted()
 						tc.send(g, datagram)
 						got, gotCounted := g.arrived(datagram, before)

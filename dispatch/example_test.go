@@ -85,10 +85,10 @@ func ExampleGroup_Rollback() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	defer func() { _ = group.Close() }()
-	number, err := group.Rollback()
-	if err != nil {
-		log.Fatal(err)
+	if number, err := group.Rollback(); err != nil {
+		log.Print(err)
+	} else {
+		log.Printf("generation %d is active again", number)
 	}
-	log.Printf("generation %d is active again", number)
+	_ = group.Close()
 }

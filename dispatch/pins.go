@@ -368,7 +368,7 @@ func explainLoad(err error) error {
 func lacksCapabilities() error {
 	set, err := capset.Effective()
 	if err != nil {
-		return nil // the kernel will say
+		set = ^capset.Set(0) // the kernel will say
 	}
 	missing := set.Missing(capset.BPF, capset.NetAdmin, capset.Perfmon)
 	if len(missing) == 0 {

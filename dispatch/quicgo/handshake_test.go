@@ -190,8 +190,11 @@ func TestHandshakeSplitIsSeen(t *testing.T) {
 			c.tls.CurvePreferences = []tls.CurveID{h.curve}
 			c.wire.hold(first(1))
 			c.wire.listenNoMore()
-			dialled := make(chan error, 1)
-			go func() { dialled <- c.dial() }()
+			dialled := make(chan struct{})
+			go func() {
+				defer close(dialled)
+				_ = c.dial() // the end of its transport is what ends it
+			}()
 			testutil.WaitFor(t, patience, func() bool { return owner.created.Load() > 0 }, "the first Initial")
 			s.flip(next)
 			if h.repeated {

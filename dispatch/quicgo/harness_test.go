@@ -737,10 +737,3 @@ func within(t testing.TB, done <-chan struct{}, what string) {
 		t.Fatalf("waited in vain: %s", what)
 	}
 }
-
-// cause is why a connection ended.
-func (c *client) cause(t testing.TB) error {
-	t.Helper()
-	within(t, c.conn.Context().Done(), "the end of the connection")
-	return context.Cause(c.conn.Context())
-}

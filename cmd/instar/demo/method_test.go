@@ -85,7 +85,8 @@ func TestServerFails(t *testing.T) {
 }
 
 func TestServerKilled(t *testing.T) {
-	s := startFake(t, "trap '' TERM\n"+serving[strings.Index(serving, "echo"):])
+	_, echo, _ := strings.Cut(serving, "echo")
+	s := startFake(t, "trap '' TERM\necho"+echo)
 	if err := s.waitReady(t.Context(), time.Minute); err != nil {
 		t.Fatal(err)
 	}
