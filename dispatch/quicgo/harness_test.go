@@ -558,6 +558,7 @@ type client struct {
 	transport *quic.Transport
 	more      []*client // sockets that the connection moved to
 	conn      *quic.Conn
+	early     bool // talks before it hears anything of the server
 
 	tls  *tls.Config
 	quic *quic.Config
@@ -609,9 +610,14 @@ func (c *client) dial() error {
 	return err
 }
 
-// dialEarly connects, returns before the handshake is complete when there is a
-// session to resume with 0-RTT.
-func (c *client) dialEarly() error {
+// dialEarly connects. With early, which needs a session to resume with 0-RTT,
+// it returns before the handshake is complete, and the client hears the server
+// once it said something. Otherwise quic-go v0.65 reads the server's transport
+// parameters for the stream while it writes them for the handshake.
+func (c *client) dialEarly(early bool) error {
+	if c.early = early; early {
+		c.wire.listenNoMore()
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	var err error
@@ -651,6 +657,12 @@ func (c *client) say(words []byte, mid func() error) (a answer, err error) {
 	half := len(words) / 2
 	if _, err := stream.Write(words[:half]); err != nil {
 		return a, fmt.Errorf("send: %w", err)
+	}
+	if c.early {
+		c.early = false
+		if err := c.wire.release(); err != nil {
+			return a, err
+		}
 	}
 	heard := bufio.NewReader(stream)
 	line, err := heard.ReadString('\n')

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"instar/dispatch/connid"
+	"instar/internal/testutil"
 )
 
 // serverIDs returns the connection IDs of the server that a client's packets
@@ -48,6 +49,7 @@ func serverIDs(t *testing.T, c *client, length int) (ids [][]byte) {
 // their IDs decode to the server ID, also those of a generation that has
 // another key.
 func TestLoadBalancer(t *testing.T) {
+	testutil.NeedRoot(t)
 	serverID := []byte{0xc0, 0xff, 0xee}
 	for name, lbs := range map[string][2]connid.LoadBalancer{
 		"clear": {

@@ -14,6 +14,7 @@ import (
 	"github.com/quic-go/quic-go"
 
 	"instar/dispatch"
+	"instar/internal/testutil"
 )
 
 // strict has the transports send a Retry to each client without a token.
@@ -36,6 +37,7 @@ func retries(c *client) (n int) {
 // the generation that sent the Retry, and where that is gone, to the next one,
 // which takes the token and does not send another Retry.
 func TestRetryAcrossFlip(t *testing.T) {
+	testutil.NeedRoot(t)
 	for name, gone := range map[string]bool{"predecessor drains": false, "predecessor is gone": true} {
 		t.Run(name, func(t *testing.T) {
 			s := newSite(t)
@@ -164,10 +166,10 @@ func TestNewTokenAcrossGenerations(t *testing.T) {
 	})
 }
 
-// dialAgain connects with 0-RTT, where it can, and talks in early data. It says
-// whether that was rejected; the client then talks again, after the handshake.
-func (c *client) dialAgain() (a answer, rejected bool, err error) {
-	if err := c.dialEarly(); err != nil {
+// dialAgain connects and talks, with early in early data. It says whether that
+// was rejected; the client then talks again, after the handshake.
+func (c *client) dialAgain(early bool) (a answer, rejected bool, err error) {
+	if err := c.dialEarly(early); err != nil {
 		return a, false, err
 	}
 	a, err = c.talk()
@@ -189,11 +191,11 @@ func TestTicketAcrossGenerations(t *testing.T) {
 	next(s, setup{}, func(how string, now *server) {
 		c := s.client()
 		c.tls.ClientSessionCache = sessions
-		a, rejected, err := c.dialAgain()
+		again := how != "first visit"
+		a, rejected, err := c.dialAgain(again)
 		if err != nil || rejected || a.generation != now.Number() {
 			t.Fatalf("%s: generation %d answers, rejected = %t, %v; want %d", how, a.generation, rejected, err, now.Number())
 		}
-		again := how != "first visit"
 		if state := c.conn.ConnectionState(); state.TLS.DidResume != again || state.Used0RTT != again {
 			t.Errorf("%s: resumed = %t, early data = %t, want %t", how, state.TLS.DidResume, state.Used0RTT, again)
 		}
@@ -217,7 +219,7 @@ func TestEarlyDataOnlyWhereActive(t *testing.T) {
 		c := s.client()
 		c.tls.ClientSessionCache = sessions
 		before := now.heard.Load()
-		a, rejected, err := c.dialAgain()
+		a, rejected, err := c.dialAgain(want != none)
 		if err != nil || a.generation != now.Number() {
 			t.Fatalf("%s: generation %d answers, %v; want %d", how, a.generation, err, now.Number())
 		}

@@ -116,6 +116,8 @@ func (d *download) verify() {
 // An independent client finishes a download of 100 MiB while the server
 // replaces itself three times, whatever the client does to its connection.
 func TestDownloadAcrossUpgrades(t *testing.T) {
+	testutil.NeedRoot(t)
+	testutil.NeedCommand(t, "gtlsclient", "ngtcp2-client")
 	for name, tc := range map[string]struct {
 		args []string
 		// early upgrades the server before the request is sent.
@@ -130,7 +132,6 @@ func TestDownloadAcrossUpgrades(t *testing.T) {
 		"is behind a NAT": {args: []string{"--change-local-addr=2s", "--nat-rebinding", "--delay-stream=3s"}, early: true, moves: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			testutil.NeedCommand(t, "gtlsclient", "ngtcp2-client")
 			s := newSite(t)
 			grace := "200ms"
 			if tc.early {
