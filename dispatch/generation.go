@@ -284,6 +284,7 @@ func (n *Generation) Wait(ctx context.Context, states ...State) (State, error) {
 // Superseded returns a channel that is closed once another generation took this one's
 // place, in whatever process. After a generation was reinstated it returns a new channel.
 func (n *Generation) Superseded() <-chan struct{} {
+	n.observe()
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.superseded
@@ -291,10 +292,9 @@ func (n *Generation) Superseded() <-chan struct{} {
 
 // observe brings the Superseded channel up to date.
 func (n *Generation) observe() {
-	s := n.State()
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	switch {
+	switch s := n.State(); {
 	case s == StateActive && n.signalled:
 		n.superseded = make(chan struct{})
 		n.signalled = false
