@@ -117,132 +117,161 @@ func (s *stage) picture() string {
 
 func (s *stage) build() string { return dispatch.ProgramBuild(dispatch.SteeringQUIC) }
 
-// TestKilledBetweenSteps kills a process between every two steps of each change.
-// While it is stopped there, and after it died, all flows go on. The next writer
-// finds, or makes, the state of before or that of after the change, nothing else,
-// and goes on from there.
-func TestKilledBetweenSteps(t *testing.T) {
-	for _, change := range []struct {
-		name string
-		// prepare is done before the state of before is taken.
-		prepare func(*stage, *testutil.Process)
-		line    string
-		// active is who may be active meanwhile, and after.
-		active []uint32
-		// own says that the change is of the process's own generation, which dies
-		// with it, so that before and after are as without it.
-		own bool
-	}{
-		{name: "activate", line: "activate 3", active: []uint32{2, 3}},
-		{name: "rollback", line: "rollback", active: []uint32{2, 1}},
-		{name: "rollback of one with a deadline", line: "rollback", active: []uint32{2, 1}, prepare: func(s *stage, _ *testutil.Process) {
-			s.must(s.g.SetDeadline(1, farFuture))
-		}},
-		{name: "evict", line: "evict 1", active: []uint32{2}},
-		{name: "repair", line: "repair", active: []uint32{1}, prepare: func(s *stage, _ *testutil.Process) {
-			for _, c := range s.gens[1].Conns() {
-				s.must(c.Close())
-			}
-			s.dead = 2
-		}},
-		{name: "join", line: "quiet 2", active: []uint32{2}, own: true},
-		{name: "join and activate", line: "activate", active: []uint32{2, 4}, own: true, prepare: func(s *stage, p *testutil.Process) {
-			s.ask(p, "join 2")
-		}},
-		{name: "close", line: "close", active: []uint32{2}, own: true, prepare: func(s *stage, p *testutil.Process) {
-			s.ask(p, "join 2")
-		}},
-		{name: "close while active", line: "close", active: []uint32{4, 2}, own: true, prepare: func(s *stage, p *testutil.Process) {
-			s.ask(p, "join 2")
-			s.ask(p, "activate")
-		}},
-		{name: "drain", line: "drain", active: []uint32{2}, own: true, prepare: func(s *stage, p *testutil.Process) {
-			s.ask(p, "join 2")
-			s.ask(p, "activate")
-			s.must(s.gens[1].Activate())
-		}},
-		{name: "upgrade", line: "upgrade", active: []uint32{2}, prepare: func(s *stage, _ *testutil.Process) {
-			s.g.SetProgramBuild("another")
-		}},
-	} {
-		t.Run(change.name, func(t *testing.T) {
-			w := newWorld(t)
-			// The guard of this process is another writer, which comes when it likes.
-			dispatch.SetGuardEvery(t, farOff)
-			port := 5000
-			run := func(hold int) (s *stage, p *testutil.Process, before, held string) {
-				port++
-				address := fmt.Sprintf("127.0.0.1:%d", port)
-				s = w.stage(address)
+// change is what a process does that is killed on the way.
+type change struct {
+	// line is what it is told.
+	line string
+	// prepare is done before the state of before is taken.
+	prepare func(*stage, *testutil.Process)
+	// active is who may be active meanwhile, and after.
+	active []uint32
+	// own says that the change is of the process's own generation, which dies with
+	// it, so that before and after are as without it.
+	own bool
+}
+
+func TestKilledActivating(t *testing.T) {
+	killedBetweenSteps(t, change{line: "activate 3", active: []uint32{2, 3}})
+}
+
+func TestKilledRollingBack(t *testing.T) {
+	killedBetweenSteps(t, change{line: "rollback", active: []uint32{2, 1}})
+}
+
+func TestKilledRollingBackToOneWithADeadline(t *testing.T) {
+	killedBetweenSteps(t, change{line: "rollback", active: []uint32{2, 1}, prepare: func(s *stage, _ *testutil.Process) {
+		s.must(s.g.SetDeadline(1, farFuture))
+	}})
+}
+
+func TestKilledEvicting(t *testing.T) {
+	killedBetweenSteps(t, change{line: "evict 1", active: []uint32{2}})
+}
+
+func TestKilledRepairing(t *testing.T) {
+	killedBetweenSteps(t, change{line: "repair", active: []uint32{1}, prepare: func(s *stage, _ *testutil.Process) {
+		for _, c := range s.gens[1].Conns() {
+			s.must(c.Close())
+		}
+		s.dead = 2
+	}})
+}
+
+func TestKilledJoining(t *testing.T) {
+	killedBetweenSteps(t, change{line: "quiet 2", active: []uint32{2}, own: true})
+}
+
+func joined(s *stage, p *testutil.Process) { s.ask(p, "join 2") }
+
+func TestKilledActivatingItself(t *testing.T) {
+	killedBetweenSteps(t, change{line: "activate", active: []uint32{2, 4}, own: true, prepare: joined})
+}
+
+func TestKilledClosing(t *testing.T) {
+	killedBetweenSteps(t, change{line: "close", active: []uint32{2}, own: true, prepare: joined})
+}
+
+func TestKilledClosingTheActiveOne(t *testing.T) {
+	killedBetweenSteps(t, change{line: "close", active: []uint32{4, 2}, own: true, prepare: func(s *stage, p *testutil.Process) {
+		s.ask(p, "join 2")
+		s.ask(p, "activate")
+	}})
+}
+
+func TestKilledDraining(t *testing.T) {
+	killedBetweenSteps(t, change{line: "drain", active: []uint32{2}, own: true, prepare: func(s *stage, p *testutil.Process) {
+		s.ask(p, "join 2")
+		s.ask(p, "activate")
+		s.must(s.gens[1].Activate())
+	}})
+}
+
+func TestKilledUpgradingTheProgram(t *testing.T) {
+	killedBetweenSteps(t, change{line: "upgrade", active: []uint32{2}, prepare: func(s *stage, _ *testutil.Process) {
+		s.g.SetProgramBuild("another")
+	}})
+}
+
+// killedBetweenSteps kills a process between every two steps of a change. While it is
+// stopped there, and after it died, all flows go on. The next writer finds, or makes,
+// the state of before or that of after the change, nothing else, and goes on from
+// there.
+func killedBetweenSteps(t *testing.T, change change) {
+	w := newWorld(t)
+	// The guard of this process is another writer, which comes when it likes.
+	dispatch.SetGuardEvery(t, farOff)
+	port := 5000
+	run := func(hold int) (s *stage, p *testutil.Process, before, held string) {
+		port++
+		address := fmt.Sprintf("127.0.0.1:%d", port)
+		s = w.stage(address)
+		before = s.picture()
+		o := w.options(address)
+		p = w.start(o, nil)
+		s.ask(p, "open")
+		if change.prepare != nil {
+			change.prepare(s, p)
+			if !change.own {
 				before = s.picture()
-				o := w.options(address)
-				p = w.start(o, nil)
-				s.ask(p, "open")
-				if change.prepare != nil {
-					change.prepare(s, p)
-					if !change.own {
-						before = s.picture()
-					}
-				}
-				s.ask(p, "hold %d", hold)
-				return s, p, before, s.ask(p, "%s", change.line)
 			}
+		}
+		s.ask(p, "hold %d", hold)
+		return s, p, before, s.ask(p, "%s", change.line)
+	}
 
-			// Once to the end.
-			done, p, _, answer := run(-1)
-			if strings.HasPrefix(answer, "held") {
-				t.Fatalf("a process that was not to stop %s", answer)
-			}
-			steps := strings.Split(done.ask(p, "steps"), ",")
-			done.traffic("after the change", change.active...)
-			p.Kill()
-			done.must(done.g.Repair())
-			after := done.picture()
+	// Once to the end.
+	done, p, _, answer := run(-1)
+	if strings.HasPrefix(answer, "held") {
+		t.Fatalf("a process that was not to stop %s", answer)
+	}
+	steps := strings.Split(done.ask(p, "steps"), ",")
+	done.traffic("after the change", change.active...)
+	p.Kill()
+	done.must(done.g.Repair())
+	after := done.picture()
 
-			for i, step := range steps {
-				when := fmt.Sprintf("killed after step %d, %q", i+1, step)
-				s, p, before, answer := run(i)
-				if answer != "held "+step {
-					t.Fatalf("step %d is %q, want %q", i, answer, step)
-				}
-				s.unsettled = true
-				s.traffic("stopped after step "+step, change.active...)
-				p.Kill()
-				// A dead active generation counts as a fallback until the repair.
-				if !change.own {
-					s.traffic(when, change.active...)
-				}
-				s.must(s.g.Repair())
-				s.unsettled = false
-				got := s.picture()
-				if got != before && got != after {
-					t.Errorf("%s, the state is\n%swant\n%sor\n%s", when, got, before, after)
-				}
-				// Another process goes on.
-				heir := w.start(w.options(fmt.Sprintf("127.0.0.1:%d", port)), nil)
-				for _, line := range []string{"open", "join 2", "activate"} {
-					s.ask(heir, "%s", line)
-				}
-				active := w.snapshot(s.g).Active
-				if active <= 3 {
-					t.Errorf("%s: after another Activate generation %d is active", when, active)
-				}
-				s.traffic(when+", another one went on", active)
-				if again := s.ask(heir, "upgrade"); again != fmt.Sprint(!strings.Contains(got, "program of this build true")) {
-					t.Errorf("%s: upgrading the program then: %s", when, again)
-				}
-				s.traffic(when+", program upgraded", active)
-				if pins := list(t, s.g.Path()); len(pins) != 6 {
-					t.Errorf("%s: pins in the end: %q", when, pins)
-				}
-				heir.Kill()
-				s.leaveAll()
-			}
-			done.leaveAll()
-			if len(steps) < 5 {
-				t.Errorf("only %d steps: %q", len(steps), steps)
-			}
-		})
+	for i, step := range steps {
+		when := fmt.Sprintf("killed after step %d, %q", i+1, step)
+		s, p, before, answer := run(i)
+		if answer != "held "+step {
+			t.Fatalf("step %d is %q, want %q", i, answer, step)
+		}
+		s.unsettled = true
+		s.traffic("stopped after step "+step, change.active...)
+		p.Kill()
+		// A dead active generation counts as a fallback until the repair.
+		if !change.own {
+			s.traffic(when, change.active...)
+		}
+		s.must(s.g.Repair())
+		s.unsettled = false
+		got := s.picture()
+		if got != before && got != after {
+			t.Errorf("%s, the state is\n%swant\n%sor\n%s", when, got, before, after)
+		}
+		// Another process goes on.
+		heir := w.start(w.options(fmt.Sprintf("127.0.0.1:%d", port)), nil)
+		for _, line := range []string{"open", "join 2", "activate"} {
+			s.ask(heir, "%s", line)
+		}
+		active := w.snapshot(s.g).Active
+		if active <= 3 {
+			t.Errorf("%s: after another Activate generation %d is active", when, active)
+		}
+		s.traffic(when+", another one went on", active)
+		if again := s.ask(heir, "upgrade"); again != fmt.Sprint(!strings.Contains(got, "program of this build true")) {
+			t.Errorf("%s: upgrading the program then: %s", when, again)
+		}
+		s.traffic(when+", program upgraded", active)
+		if pins := list(t, s.g.Path()); len(pins) != 6 {
+			t.Errorf("%s: pins in the end: %q", when, pins)
+		}
+		heir.Kill()
+		s.leaveAll()
+	}
+	done.leaveAll()
+	if len(steps) < 5 {
+		t.Errorf("only %d steps: %q", len(steps), steps)
 	}
 }
 
@@ -255,98 +284,93 @@ func (s *stage) leaveAll() {
 	s.must(s.g.Close())
 }
 
-// TestKilledWhileMakingAGroup kills a process between every two steps of making a
-// group, giving it away, and forgetting it.
-func TestKilledWhileMakingAGroup(t *testing.T) {
+func TestKilledMakingAGroup(t *testing.T) { killedMaking(t, "open", false, 0) }
+
+func TestKilledPreparingAGroup(t *testing.T) { killedMaking(t, "prepare 65534", false, 65534) }
+
+func TestKilledGivingAGroup(t *testing.T) { killedMaking(t, "prepare 65534", true, 65534) }
+
+func TestKilledForgettingAGroup(t *testing.T) { killedMaking(t, "forget", true, 0) }
+
+// killedMaking kills a process between every two steps of making a group, giving it
+// away, and forgetting it.
+func killedMaking(t *testing.T, line string, exists bool, owner uint32) {
 	testutil.NeedRoot(t)
-	for _, change := range []struct {
-		name, line string
-		exists     bool
-		owner      uint32
-	}{
-		{"open", "open", false, 0},
-		{"prepare", "prepare 65534", false, 65534},
-		{"give", "prepare 65534", true, 65534},
-		{"forget", "forget", true, 0},
-	} {
-		t.Run(change.name, func(t *testing.T) {
-			w := newWorld(t)
-			var path string
-			run := func(port, hold int) (*testutil.Process, dispatch.Options, string) {
-				o := w.options(fmt.Sprintf("127.0.0.1:%d", port))
-				path = w.path(o)
-				if change.exists {
-					g, err := dispatch.Open(o)
-					w.must(err)
-					w.must(g.Close())
-				}
-				p := w.start(o, nil)
-				w.ask(p, "hold %d", hold)
-				line := change.line
-				if line == "forget" {
-					line += " " + path
-				}
-				return p, o, w.ask(p, "%s", line)
+	w := newWorld(t)
+	var path string
+	run := func(port, hold int) (*testutil.Process, dispatch.Options, string) {
+		o := w.options(fmt.Sprintf("127.0.0.1:%d", port))
+		path = w.path(o)
+		if exists {
+			g, err := dispatch.Open(o)
+			w.must(err)
+			w.must(g.Close())
+		}
+		p := w.start(o, nil)
+		w.ask(p, "hold %d", hold)
+		line := line
+		if line == "forget" {
+			line += " " + path
+		}
+		return p, o, w.ask(p, "%s", line)
+	}
+	p, _, answer := run(5000, -1)
+	if answer != "ok" {
+		t.Fatal(answer)
+	}
+	steps := strings.Split(w.ask(p, "steps"), ",")
+	p.Kill()
+	if _, err := os.Stat(path); (err == nil) != (line != "forget") {
+		t.Fatalf("at the end: %v", err)
+	}
+	for i, step := range steps {
+		when := fmt.Sprintf("killed after step %d, %q", i+1, step)
+		p, o, answer := run(5001+i, i)
+		if answer != "held "+step && !strings.HasPrefix(step, "pin") {
+			t.Fatalf("step %d is %q, want %q", i, answer, step)
+		}
+		p.Kill()
+		// What is there is whole, or not there at all.
+		entries, err := dispatch.List(w.root)
+		w.must(err)
+		for _, e := range entries {
+			if e.Err != nil {
+				t.Errorf("%s: listed %s: %v", when, e.Path, e.Err)
 			}
-			p, _, answer := run(5000, -1)
-			if answer != "ok" {
-				t.Fatal(answer)
+		}
+		if owner != 0 {
+			w.must(prepare(o, int(owner)))
+			checkOwner(t, when, path, owner)
+		}
+		g, err := dispatch.Open(o)
+		if err != nil {
+			t.Fatalf("%s: %v", when, err)
+		}
+		if got := len(list(t, path)); got != 6 {
+			t.Errorf("%s: %d pins, want 6", when, got)
+		}
+		if owner == 0 {
+			n, err := g.Join(2)
+			w.must(err)
+			w.must(n.Activate())
+			w.must(n.Close())
+		}
+		w.must(g.Close())
+		for _, name := range list(t, filepath.Dir(path)) {
+			if !strings.HasPrefix(name, "udp4-127") && line != "forget" {
+				t.Errorf("%s: %q is left", when, name)
 			}
-			steps := strings.Split(w.ask(p, "steps"), ",")
-			p.Kill()
-			if _, err := os.Stat(path); (err == nil) != (change.line != "forget") {
-				t.Fatalf("at the end: %v", err)
-			}
-			for i, step := range steps {
-				when := fmt.Sprintf("killed after step %d, %q", i+1, step)
-				p, o, answer := run(5001+i, i)
-				if answer != "held "+step && !strings.HasPrefix(step, "pin") {
-					t.Fatalf("step %d is %q, want %q", i, answer, step)
-				}
-				p.Kill()
-				// What is there is whole, or not there at all.
-				entries, err := dispatch.List(w.root)
-				w.must(err)
-				for _, e := range entries {
-					if e.Err != nil {
-						t.Errorf("%s: listed %s: %v", when, e.Path, e.Err)
-					}
-				}
-				if change.owner != 0 {
-					w.must(prepare(o, int(change.owner)))
-					checkOwner(t, when, path, change.owner)
-				}
-				g, err := dispatch.Open(o)
-				if err != nil {
-					t.Fatalf("%s: %v", when, err)
-				}
-				if got := len(list(t, path)); got != 6 {
-					t.Errorf("%s: %d pins, want 6", when, got)
-				}
-				if change.owner == 0 {
-					n, err := g.Join(2)
-					w.must(err)
-					w.must(n.Activate())
-					w.must(n.Close())
-				}
-				w.must(g.Close())
-				for _, name := range list(t, filepath.Dir(path)) {
-					if !strings.HasPrefix(name, "udp4-127") && change.line != "forget" {
-						t.Errorf("%s: %q is left", when, name)
-					}
-				}
-			}
-			// The next one that is made cleans up.
-			w.open(w.options("127.0.0.1:4999"))
-			for _, name := range list(t, filepath.Dir(path)) {
-				if !strings.HasPrefix(name, "udp4-127") {
-					t.Errorf("in the end %q is left", name)
-				}
-			}
-			if len(steps) < 5 {
-				t.Errorf("only %d steps: %q", len(steps), steps)
-			}
-		})
+		}
+	}
+	// The next one that is made cleans up.
+	w.open(w.options("127.0.0.1:4999"))
+	for _, name := range list(t, filepath.Dir(path)) {
+		if !strings.HasPrefix(name, "udp4-127") {
+			t.Errorf("in the end %q is left", name)
+		}
+	}
+	if len(steps) < 5 {
+		t.Errorf("only %d steps: %q", len(steps), steps)
 	}
 }
 

@@ -161,3 +161,25 @@ func TestWaitEnds(t *testing.T) {
 		t.Errorf("%+v", got)
 	}
 }
+
+// Superseded never lags behind State: who is told that it is active again must not take
+// the channel of before for the next change.
+func TestSupersededIsUpToDate(t *testing.T) {
+	w := newWorld(t)
+	dispatch.SetGuardEvery(t, farOff)
+	g := w.open(w.options("127.0.0.1:4433"))
+	first, second := w.join(g, 1), w.join(g, 1)
+	tool, err := dispatch.OpenPath(g.Path())
+	w.must(err)
+	defer tool.Close()
+	w.must(tool.Activate(1))
+	for round := range 100 {
+		w.must(tool.Activate(2 - uint32(round%2)))
+		for _, n := range []*dispatch.Generation{first, second} {
+			active := n.Number() == 2-uint32(round%2)
+			if n.State() == dispatch.StateActive != active || isClosed(n.Superseded()) == active {
+				t.Fatalf("round %d: generation %d is %v, superseded %t", round, n.Number(), n.State(), isClosed(n.Superseded()))
+			}
+		}
+	}
+}
