@@ -452,7 +452,7 @@ func (g *Group) activate(number uint32) error {
 // Rollback makes the generation active that was so before the active one, and
 // returns its number. Calling it again swaps the two back.
 //
-// Errors: ErrState when no earlier generation lives.
+// Errors: ErrState when no earlier generation lives, or some of its workers are gone.
 func (g *Group) Rollback() (number uint32, err error) {
 	err = g.update(func() error {
 		slots, activated := g.table.order()

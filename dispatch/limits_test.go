@@ -334,3 +334,32 @@ func TestUnprivilegedServer(t *testing.T) {
 		t.Errorf("the folder's owner is %d (%v)", st.Uid, err)
 	}
 }
+
+// All or nothing: a Join that fails half-way leaves no socket, and no trace but a number.
+func TestJoinThatFailsHalfWay(t *testing.T) {
+	w := newWorld(t)
+	s := w.stage("127.0.0.1:4433")
+	before, sockets := s.picture(), w.sockets(4433)
+	var limit unix.Rlimit
+	w.must(unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
+	dispatch.OnStep(t, func(done string) {
+		if done == "register" { // the first of two
+			w.must(unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 3, Max: limit.Max}))
+		}
+	})
+	n, err := s.g.Join(2)
+	dispatch.HoldAtSteps(nil)
+	w.must(unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
+	wantRefused(t, "Join", err, "", "join udp4 127.0.0.1:4433: bind udp4 127.0.0.1:4433", "too many open files")
+	if n != nil {
+		t.Errorf("it returned generation %d", n.Number())
+	}
+	if after := s.picture(); after != before || !slices.Equal(w.sockets(4433), sockets) {
+		t.Errorf("the state is\n%swant\n%ssockets %v, before %v", after, before, w.sockets(4433), sockets)
+	}
+	s.traffic("after it", 2)
+	if n := w.join(s.g, 2); n.Number() != 5 || n.Handle(0).Slot() != 3 {
+		t.Errorf("the next one is generation %d in slot %d", n.Number(), n.Handle(0).Slot())
+	}
+	s.traffic("after the next", 2)
+}
