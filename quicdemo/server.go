@@ -312,8 +312,8 @@ func (s *Server) listen(ctx context.Context, cert tls.Certificate) error {
 	quicConfig := s.sockets.serverQUIC(&quic.Config{
 		Allow0RTT:      true,
 		MaxIdleTimeout: 30 * time.Second,
-		// Twice quic-go's: on a busy machine a handshake takes its time.
-		HandshakeIdleTimeout: 10 * time.Second,
+		// More than quic-go's 5 s: on a busy machine a handshake takes its time.
+		HandshakeIdleTimeout: 20 * time.Second,
 	})
 	for _, t := range transports {
 		t.ConnContext = s.connContext
