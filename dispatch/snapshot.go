@@ -120,9 +120,9 @@ func (g *Group) generationsOf(w word, traffic [bpf.MaxSlots]slotTraffic) []Gener
 		}
 		if t := traffic[slot]; t.packets > info.PacketsBefore {
 			gen.Packets = t.packets - info.PacketsBefore
-			if t.last >= info.Joined {
-				gen.LastPacket = wall(t.last)
-			}
+			// The time is that of the tick, in which the slot's former user may have
+			// had packets as well.
+			gen.LastPacket = wall(max(t.last, info.Joined))
 		}
 		list = append(list, gen)
 	}
