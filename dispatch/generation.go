@@ -41,9 +41,9 @@ type Generation struct {
 // when as many generations hold sockets as the group has room for (nothing was bound),
 // ErrOccupied when other sockets stand in the way, ErrPermission, ErrBusy.
 func (g *Group) Join(workers int) (*Generation, error) {
-	if workers < 1 || workers > int(g.table.MaxWorkers) {
+	if workers < 1 || workers > int(g.table.workers) {
 		return nil, fmt.Errorf("join %s: %w: %d workers, want 1 to %d; the group's limit is set when it is made",
-			g.key, ErrOptions, workers, g.table.MaxWorkers)
+			g.key, ErrOptions, workers, g.table.workers)
 	}
 	here, err := namespaceName()
 	if err != nil {
@@ -83,7 +83,7 @@ func (g *Group) join(workers int) (n *Generation, err error) {
 		return info.PidNamespace != pidNamespace() || lives(info)
 	})
 	if !ok {
-		return nil, &FullError{Limit: int(g.table.MaxGenerations), Occupants: g.generations()}
+		return nil, &FullError{Limit: int(g.table.generations), Occupants: g.generations()}
 	}
 	if err := g.reloadProgram(); err != nil {
 		return nil, err
@@ -224,7 +224,7 @@ func (g *Group) attach(fd int) error {
 
 // register puts a socket into the map.
 func (g *Group) register(slot uint8, worker int, conn *net.UDPConn) error {
-	index := uint32(slot)*g.table.MaxWorkers + uint32(worker)
+	index := uint32(slot)*g.table.workers + uint32(worker)
 	err := rawconn.Of(conn, func(fd int) error { return g.pins.sockets.Put(index, uint64(fd)) })
 	if err != nil {
 		return fmt.Errorf("register socket of worker %d: %w", worker, err)

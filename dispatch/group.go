@@ -314,7 +314,7 @@ func (g *Group) update(change func() error) error {
 // live counts the sockets of a slot that the map holds.
 func (g *Group) live(slot uint8) int {
 	n := 0
-	for w := range uint32(g.table.Slots[slot].Workers) {
+	for w := range g.table.workersOf(slot) {
 		if g.registered(slot, w) {
 			n++
 		}
@@ -324,15 +324,15 @@ func (g *Group) live(slot uint8) int {
 
 func (g *Group) registered(slot uint8, worker uint32) bool {
 	var cookie uint64
-	return g.pins.sockets.Lookup(uint32(slot)*g.table.MaxWorkers+worker, &cookie) == nil
+	return g.pins.sockets.Lookup(uint32(slot)*g.table.workers+worker, &cookie) == nil
 }
 
 // alive reports whether a slot has a socket. A map that cannot be read proves no
 // death.
 func (g *Group) alive(slot uint8) bool {
-	for w := range uint32(g.table.Slots[slot].Workers) {
+	for w := range g.table.workersOf(slot) {
 		var cookie uint64
-		err := g.pins.sockets.Lookup(uint32(slot)*g.table.MaxWorkers+w, &cookie)
+		err := g.pins.sockets.Lookup(uint32(slot)*g.table.workers+w, &cookie)
 		if !errors.Is(err, ebpf.ErrKeyNotExist) {
 			return true
 		}
@@ -358,7 +358,7 @@ func (g *Group) repair() {
 	g.stamp()
 	slots, activated := g.table.order()
 	var gone []uint8
-	for i := range int(g.table.MaxGenerations) {
+	for i := range int(g.table.generations) {
 		slot := uint8(i)
 		placed := slices.Contains(slots, slot)
 		free := g.table.Info[slot].Stage == bpf.StageFree
@@ -410,9 +410,9 @@ func (g *Group) stamp() {
 
 // vacate empties a slot that is in no order.
 func (g *Group) vacate(slot uint8) {
-	for w := range g.table.MaxWorkers {
+	for w := range g.table.workers {
 		// An empty entry is what we want.
-		_ = g.pins.sockets.Delete(uint32(slot)*g.table.MaxWorkers + w)
+		_ = g.pins.sockets.Delete(uint32(slot)*g.table.workers + w)
 		step("take socket out")
 	}
 	g.table.Info[slot].Stage = bpf.StageFree

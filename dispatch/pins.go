@@ -99,6 +99,10 @@ func openPins(dir string) (p *pins, t table, err error) {
 			p.verdicts, err = open(pinVerdicts)
 		}
 	}
+	if err == nil {
+		t.generations, t.workers = t.MaxGenerations, t.MaxWorkers
+		err = p.check(dir, t)
+	}
 	if err == nil && Steering(t.Steering) == SteeringQUIC {
 		p.flows, err = open(pinFlows)
 	}
@@ -111,6 +115,22 @@ func openPins(dir string) (p *pins, t table, err error) {
 		t.unmap()
 	}
 	return p, t, err
+}
+
+// check refuses pins that do not belong together.
+func (p *pins) check(dir string, t table) error {
+	what := ""
+	switch _, known := steeringNames[Steering(t.Steering)]; {
+	case t.generations < 2 || t.generations > LimitGenerations || t.workers < 1 || t.workers > LimitWorkers:
+		what = fmt.Sprintf("it says %d generations of %d workers", t.generations, t.workers)
+	case !known:
+		what = fmt.Sprintf("it says %v", Steering(t.Steering))
+	case p.sockets.Type() != ebpf.ReusePortSockArray || p.sockets.MaxEntries() != t.generations*t.workers:
+		what = fmt.Sprintf("pin %q is a %v of %d entries", pinSockets, p.sockets.Type(), p.sockets.MaxEntries())
+	default:
+		return nil
+	}
+	return fmt.Errorf("open group %s: %w: it is damaged: %s; stop its servers and run: instar forget %s", dir, ErrLayout, what, dir)
 }
 
 func explainPin(dir, name string, err error) error {

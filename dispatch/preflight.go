@@ -235,13 +235,13 @@ func (g *Group) cookies() map[uint64]bool {
 		// The group is still to be made.
 		return cookies
 	}
-	for s := range g.table.MaxGenerations {
+	for s := range g.table.generations {
 		if g.table.Info[s].Stage == bpf.StageFree {
 			continue // its entries were taken out
 		}
-		for w := range uint32(g.table.Slots[s].Workers) {
+		for w := range g.table.workersOf(uint8(s)) {
 			var cookie uint64
-			if g.pins.sockets.Lookup(s*g.table.MaxWorkers+w, &cookie) == nil {
+			if g.pins.sockets.Lookup(s*g.table.workers+w, &cookie) == nil {
 				cookies[cookie] = true
 			}
 		}

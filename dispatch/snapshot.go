@@ -62,8 +62,8 @@ func (g *Group) Snapshot() (Snapshot, error) {
 		Steering:       Steering(t.Steering).String(),
 		Layout:         t.Layout,
 		Program:        text(t.Program[:]),
-		MaxGenerations: int(t.MaxGenerations),
-		MaxWorkers:     int(t.MaxWorkers),
+		MaxGenerations: int(t.generations),
+		MaxWorkers:     int(t.workers),
 		FlowEntries:    int(t.FlowEntries),
 		Verdicts:       make(map[string]uint64, len(verdicts)),
 	}

@@ -20,6 +20,9 @@ import (
 // the group's folder; each of their steps leaves a table that repair can mend.
 type table struct {
 	*bpf.Control
+	// generations and workers are the sizes, checked once: the memory belongs to the
+	// group's owner, who may write there what he likes.
+	generations, workers uint32
 }
 
 // word is the truth about who is active: see instar_control in abi.h.
@@ -40,8 +43,7 @@ func mapTable(fd int) (table, error) {
 	if err != nil {
 		return table{}, fmt.Errorf("map control map into memory: %w", err)
 	}
-	t := table{(*bpf.Control)(unsafe.Pointer(&memory[0]))}
-	return t, nil
+	return table{Control: (*bpf.Control)(unsafe.Pointer(&memory[0]))}, nil
 }
 
 // unmap is called when nobody can read the table any more.
@@ -53,7 +55,7 @@ func (t table) unmap() {
 // unmapWith unmaps the table once owner is unreachable: a late reader of a
 // closed group reads old memory instead of a hole.
 func unmapWith[T any](owner *T, t table) {
-	runtime.AddCleanup(owner, func(c *bpf.Control) { table{c}.unmap() }, t.Control)
+	runtime.AddCleanup(owner, func(c *bpf.Control) { table{Control: c}.unmap() }, t.Control)
 }
 
 func (t table) active() word { return word(atomic.LoadUint64(&t.Active)) }
@@ -88,6 +90,11 @@ func (t table) publish(slots []uint8, activated int) {
 	step("write order")
 	atomic.StoreUint64(&t.Active, uint64(w))
 	step("publish order")
+}
+
+// workersOf is how many sockets the generation of a slot has or had.
+func (t table) workersOf(slot uint8) uint32 {
+	return min(uint32(t.Slots[slot].Workers), t.workers)
 }
 
 // state reads a generation's state off the order, without the lock. It reads again
@@ -136,7 +143,7 @@ func (t table) find(number uint32) (uint8, bool) {
 // map and are not closed yet.
 func (t table) freeSlot(mayLive func(slot uint8) bool) (uint8, bool) {
 	var free []uint8
-	for s := range int(t.MaxGenerations) {
+	for s := range int(t.generations) {
 		if t.Info[s].Stage == bpf.StageFree {
 			free = append(free, uint8(s))
 		}

@@ -39,8 +39,8 @@ func (g *Group) UpgradeProgram() (upgraded bool, err error) {
 func (g *Group) swapProgram() error {
 	spec, name, err := bpf.Spec(bpf.Config{
 		Steering:       g.table.Steering,
-		MaxGenerations: int(g.table.MaxGenerations),
-		MaxWorkers:     int(g.table.MaxWorkers),
+		MaxGenerations: int(g.table.generations),
+		MaxWorkers:     int(g.table.workers),
 		FlowEntries:    int(g.table.FlowEntries),
 		Prefix:         int(g.table.Prefix),
 	})
