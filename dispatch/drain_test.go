@@ -103,7 +103,11 @@ func TestDrainReadsFullQueues(t *testing.T) {
 		}
 	})
 	draining := drain(w.Context(), n, dispatch.DrainOptions{Done: closed()})
-	<-late
+	select {
+	case <-late:
+	case d := <-draining:
+		t.Fatalf("the drain ended before it looked at the queues: %+v", d)
+	}
 	got := newCollect(datagrams)
 	got.read(n, func() {
 		if got.count.Load() == datagrams {
@@ -203,6 +207,7 @@ func TestEndOfADrain(t *testing.T) {
 		{"idle", dispatch.DrainOptions{Idle: 30 * time.Millisecond}, nil, "idle"},
 		{"deadline", dispatch.DrainOptions{Deadline: 30 * time.Millisecond}, nil, "deadline"},
 		{"deadline, earlier than idle", dispatch.DrainOptions{Deadline: 30 * time.Millisecond, Idle: farOff}, nil, "deadline"},
+		{"earlier deadline from before", dispatch.DrainOptions{Deadline: farOff}, nil, "deadline"},
 		{"deadline from outside", dispatch.DrainOptions{}, func(w *world, g *dispatch.Group) {
 			w.must(tool(w, g).SetDeadline(1, time.Now().Add(30*time.Millisecond)))
 		}, "deadline"},
@@ -226,6 +231,7 @@ func TestEndOfADrain(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			w := newWorld(t)
+			dispatch.SetGuardEvery(t, farOff) // no tick helps
 			const address = "127.0.0.1:4433"
 			g := w.open(w.options(address))
 			n := w.serve(g, 2)
@@ -233,6 +239,9 @@ func TestEndOfADrain(t *testing.T) {
 			c := w.client(address)
 			f := w.newFlow(c, 1)
 			w.activate(w.serve(g, 1))
+			if strings.HasPrefix(tc.name, "earlier") {
+				w.must(g.SetDeadline(1, time.Now().Add(30*time.Millisecond)))
+			}
 			before := w.counts(g)
 			draining := drain(t.Context(), n, tc.options)
 			if tc.end != nil {
@@ -327,6 +336,7 @@ func TestCancelledDrain(t *testing.T) {
 // The end of a service, and a drain that comes at the wrong time.
 func TestDrainOfTheActiveGeneration(t *testing.T) {
 	w := newWorld(t)
+	dispatch.SetGuardEvery(t, farOff)
 	const address = "127.0.0.1:4433"
 	g := w.open(w.options(address))
 	first, second := w.serve(g, 1), w.serve(g, 1)
@@ -346,6 +356,17 @@ func TestDrainOfTheActiveGeneration(t *testing.T) {
 	w.use(c, old, young)
 	if s := w.snapshot(g); s.Active != 1 || !s.Generations[0].Deadline.IsZero() {
 		t.Errorf("after refused drains: %+v", s)
+	}
+
+	// The successor died, and the drain is what finds out.
+	third := w.serve(g, 1)
+	w.activate(third)
+	w.must(third.Conns()[0].Close())
+	_, err = first.Drain(t.Context(), dispatch.DrainOptions{Done: closed()})
+	wantRefused(t, "Drain after the successor died", err, "reinstated", "active again")
+	w.use(c, old, young)
+	if s := first.State(); s != dispatch.StateActive {
+		t.Errorf("the first generation is %v", s)
 	}
 
 	r, err := first.Drain(t.Context(), dispatch.DrainOptions{Done: closed(), Final: true})

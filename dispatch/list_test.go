@@ -7,9 +7,11 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"unsafe"
 
 	"github.com/cilium/ebpf"
 
+	"instar/bpf"
 	"instar/dispatch"
 	"instar/internal/testutil"
 )
@@ -210,5 +212,76 @@ func TestForgetOfDamagedGroups(t *testing.T) {
 			}
 			w.activate(w.join(again, 1))
 		})
+	}
+}
+
+// Pins that do not belong together are refused, and what the owner of a group writes
+// into it later harms nobody else.
+func TestDamagedControl(t *testing.T) {
+	w := newWorld(t)
+	o := w.options("127.0.0.1:4433")
+	g := w.open(o)
+	path, c := g.Path(), g.Control()
+	intact := *c
+	for what, damage := range map[string]func(){
+		"no generations":    func() { c.MaxGenerations = 0 },
+		"many generations":  func() { c.MaxGenerations = 257 },
+		"no workers":        func() { c.MaxWorkers = 0 },
+		"many workers":      func() { c.MaxWorkers = 1 << 31 },
+		"others":            func() { c.MaxWorkers = 5 },
+		"unknown steering":  func() { c.Steering = 9 },
+		"no steering":       func() { c.Steering = 0 },
+		"no address":        func() { c.Address[0] = 'x' },
+		"address of a host": func() { copy(c.Address[:], "localhost:443\x00") },
+	} {
+		damage()
+		before := contents(t, path)
+		_, err := dispatch.Open(o)
+		if err == nil || !strings.Contains(err.Error(), "damaged") {
+			t.Errorf("%s: %v", what, err)
+		}
+		if _, err := dispatch.OpenPath(path); err == nil || !strings.Contains(err.Error(), path) {
+			t.Errorf("%s: %v", what, err)
+		}
+		if after := contents(t, path); after != before {
+			t.Errorf("%s: it was touched", what)
+		}
+		*c = intact
+	}
+	n := w.join(g, 2)
+	w.activate(n)
+	tool, err := dispatch.OpenPath(path)
+	w.must(err)
+	defer tool.Close()
+	held := *c
+	for what, damage := range map[string]func(){
+		"sizes":        func() { c.MaxGenerations, c.MaxWorkers, c.NextNumber = 1<<32-1, 1<<32-1, 0 },
+		"all ones":     func() { fill(c, 0xff) },
+		"all zeros":    func() { fill(c, 0) },
+		"long orders":  func() { c.Orders[c.Active>>40&3].Total, c.Orders[c.Active>>40&3].Activated = 1<<16-1, 1<<16-1 },
+		"many workers": func() { c.Slots[0].Workers = 1<<16 - 1 },
+	} {
+		damage()
+		if s, err := tool.Snapshot(); err == nil {
+			t.Logf("%s: active %d, %d generations", what, s.Active, len(s.Generations))
+		}
+		_ = n.State()
+		_ = tool.Activate(1)
+		_, _ = tool.Rollback()
+		if m, err := g.Join(1); err == nil {
+			_ = m.Close()
+		}
+		_ = tool.Evict(1)
+		_ = tool.Repair()
+		*c = held
+	}
+	w.must(n.Close())
+	w.must(dispatch.Forget(path))
+}
+
+func fill(c *bpf.Control, octet byte) {
+	memory := unsafe.Slice((*byte)(unsafe.Pointer(c)), unsafe.Sizeof(*c))
+	for i := range memory {
+		memory[i] = octet
 	}
 }
