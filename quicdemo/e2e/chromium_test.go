@@ -208,7 +208,7 @@ func (b *browser) number(id string) int {
 // the one that began it, and no request fails.
 func TestBrowserAcrossUpgrades(t *testing.T) {
 	testutil.NeedCommand(t, "chromium", "chromium")
-	s := newSite(t)
+	s := newSite(t, "quicdemo")
 	p := s.serve(nil, "--handshake-grace", "500ms")
 	b := s.browse(p.now.SPKI)
 	b.call("Page.navigate", map[string]any{"url": "https://" + address + "/"}, nil)

@@ -4,17 +4,16 @@ package e2e
 
 import (
 	"bufio"
-	"context"
 	"encoding/json"
 	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
 
-	"instar/cmd/instar/cli"
 	"instar/dispatch"
 	"instar/internal/testutil"
 	"instar/quicdemo"
@@ -27,51 +26,41 @@ const (
 	patience = time.Minute
 )
 
-// commandEnv makes the test binary the command that it names.
-const commandEnv = "INSTAR_E2E_COMMAND"
-
-func TestMain(m *testing.M) {
-	switch os.Getenv(commandEnv) {
-	case "quicdemo":
-		os.Exit(quicdemo.Main(context.Background(), os.Args[1:], quicdemo.Env{}))
-	case "instar":
-		os.Exit(cli.Main(cli.System()))
-	}
-	testutil.Main(m)
-}
+func TestMain(m *testing.M) { testutil.Main(m) }
 
 // site is where the programs of a test are: a network namespace with nothing
-// but lo, a folder for groups, and a copy of the commands that everybody may
-// execute.
+// but lo, a folder for groups, and a folder with the commands that everybody
+// may execute.
 type site struct {
-	t      testing.TB
-	ns     *testutil.Netns
-	root   string
-	binary string
+	t        testing.TB
+	ns       *testutil.Netns
+	root     string
+	commands string
 }
 
-func newSite(t testing.TB) *site {
+// newSite makes a site with these commands. They are built as users build them:
+// with the race detector a machine that is busy anyway takes seconds for a
+// handshake.
+func newSite(t testing.TB, commands ...string) *site {
 	t.Helper()
-	s := &site{t, testutil.NetNS(t), testutil.BPFFS(t), filepath.Join(t.TempDir(), "program")}
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
+	testutil.NeedRoot(t)
+	dir := t.TempDir()
+	build := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-o", dir+"/")
+	for _, command := range commands {
+		build.Args = append(build.Args, "instar/cmd/"+command)
 	}
-	data, err := os.ReadFile(self)
-	if err == nil {
-		err = os.WriteFile(s.binary, data, 0o755)
-	}
-	if err != nil {
-		t.Fatal(err)
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %v\n%s", build, err, out)
 	}
 	// t.TempDir makes the folder above for the test's user only.
-	for dir := filepath.Dir(s.binary); dir != os.TempDir(); dir = filepath.Dir(dir) {
-		if err := os.Chmod(dir, 0o755); err != nil {
-			t.Fatal(err)
-		}
+	if err := errors.Join(os.Chmod(filepath.Dir(dir), 0o755), os.Chmod(dir, 0o755)); err != nil {
+		t.Fatal(err)
 	}
-	return s
+	return &site{t, testutil.NetNS(t), testutil.BPFFS(t), dir}
 }
+
+// command is the path of one of the commands.
+func (s *site) command(name string) string { return filepath.Join(s.commands, name) }
 
 // running is a command that was started. It and its descendants are a process
 // group, which is killed when the test ends.
@@ -84,7 +73,7 @@ type running struct {
 
 // options say how a command is started.
 type options struct {
-	env    []string
+	env    []string // added to the test's own
 	dir    string
 	user   *syscall.Credential
 	files  []*os.File
@@ -96,8 +85,7 @@ func (s *site) start(o options, name string, args ...string) *running {
 	t := s.t
 	t.Helper()
 	r := &running{t: t, cmd: s.ns.Command(name, args...), ended: make(chan struct{})}
-	// The race detector would have each process sleep for a second at its end.
-	r.cmd.Env = append(append(os.Environ(), "GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0"), o.env...)
+	r.cmd.Env = append(os.Environ(), o.env...)
 	r.cmd.Dir = o.dir
 	r.cmd.ExtraFiles = o.files
 	r.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Credential: o.user}
@@ -202,7 +190,6 @@ func (s *site) serve(user *syscall.Credential, args ...string) *server {
 	p := &server{lines: make(chan quicdemo.Ready, 16)}
 	args = append([]string{"serve", "--json", "--addr", address, "--root", s.root}, args...)
 	p.running = s.start(options{
-		env:  []string{commandEnv + "=quicdemo"},
 		dir:  "/",
 		user: user,
 		stdout: func(line string) {
@@ -212,7 +199,7 @@ func (s *site) serve(user *syscall.Credential, args ...string) *server {
 			}
 			p.lines <- ready
 		},
-	}, s.binary, args...)
+	}, s.command("quicdemo"), args...)
 	p.next()
 	return p
 }

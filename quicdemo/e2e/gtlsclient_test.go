@@ -132,7 +132,7 @@ func TestDownloadAcrossUpgrades(t *testing.T) {
 		"is behind a NAT": {args: []string{"--change-local-addr=2s", "--nat-rebinding", "--delay-stream=3s"}, early: true, moves: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := newSite(t)
+			s := newSite(t, "quicdemo")
 			grace := "200ms"
 			if tc.early {
 				grace = "5s" // a client that was told to go makes no request
@@ -176,7 +176,7 @@ func TestDownloadAcrossUpgrades(t *testing.T) {
 // and its request in early data is answered there.
 func TestResumeAcrossUpgrade(t *testing.T) {
 	client := testutil.NeedCommand(t, "gtlsclient", "ngtcp2-client")
-	s := newSite(t)
+	s := newSite(t, "quicdemo")
 	p := s.serve(nil, "--handshake-grace", "200ms")
 	dir := t.TempDir()
 	host, port, _ := strings.Cut(address, ":")

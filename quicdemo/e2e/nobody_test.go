@@ -21,9 +21,8 @@ const nobody = 65534
 // capability, joins, activates and upgrades twice under load, and nothing is
 // lost.
 func TestUpgradeAsNobody(t *testing.T) {
-	testutil.NeedRoot(t)
-	s := newSite(t)
-	prepare := s.start(options{env: []string{commandEnv + "=instar"}}, s.binary,
+	s := newSite(t, "quicdemo", "instar")
+	prepare := s.start(options{}, s.command("instar"),
 		"prepare", "--root", s.root, "--owner", "nobody", "--service", "quicdemo", address)
 	if code := prepare.exit(); code != 0 {
 		t.Fatalf("instar prepare exits with %d", code)
@@ -45,14 +44,12 @@ func TestUpgradeAsNobody(t *testing.T) {
 	powerless()
 
 	var output strings.Builder
-	load := s.start(options{
-		env:    []string{commandEnv + "=quicdemo"},
-		stdout: func(line string) { output.WriteString(line) },
-	}, s.binary, "load", "--addr", address, "--json", "--connections", "50", "--requests", "4", "--new", "20", "--migrations", "10", "--rebinds", "10")
+	load := s.start(options{stdout: func(line string) { output.WriteString(line) }}, s.command("quicdemo"),
+		"load", "--addr", address, "--json", "--connections", "20", "--requests", "4", "--new", "10", "--migrations", "5", "--rebinds", "5")
 	served := func() {
 		t.Helper()
 		before := s.received(p.now.Generation)
-		testutil.WaitFor(t, patience, func() bool { return s.received(p.now.Generation) > before+3000 || !load.alive() }, "load on generation %d", p.now.Generation)
+		testutil.WaitFor(t, patience, func() bool { return s.received(p.now.Generation) > before+1000 || !load.alive() }, "load on generation %d", p.now.Generation)
 	}
 	served()
 	generations := []uint32{p.now.Generation}
