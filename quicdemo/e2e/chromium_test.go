@@ -139,7 +139,11 @@ func (b *browser) read(from *os.File) {
 			b.sent[m.Params.RequestID] = true
 		case "Network.responseReceived":
 			if url := m.Params.Response.URL; strings.HasPrefix(url, "https:") {
-				b.protocols[url] = m.Params.Response.Protocol
+				protocol := m.Params.Response.Protocol
+				b.protocols[url] = protocol
+				if protocol != "h3" {
+					b.failures = append(b.failures, url+": came by "+protocol)
+				}
 			}
 		case "Network.loadingFailed":
 			switch id, why := m.Params.RequestID, m.Params.ErrorText; {
