@@ -310,6 +310,7 @@ func TestSameAddressOnTwoDevices(t *testing.T) {
 // Each kind of address carries flows over two upgrades, with nothing lost and
 // every packet counted as what it was.
 func TestUpgradesUnderLoad(t *testing.T) {
+	needWorld(t)
 	for _, tc := range []struct {
 		network, address string
 		clients          []string

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"instar/dispatch"
+	"instar/internal/capset"
 	"instar/internal/testutil"
 )
 
@@ -23,6 +24,12 @@ type world struct {
 	*testing.T
 	ns   *testutil.Netns
 	root string
+}
+
+// needWorld skips a test whose subtests all need a world.
+func needWorld(t *testing.T) {
+	t.Helper()
+	testutil.Need(t, capset.SysAdmin, capset.NetAdmin)
 }
 
 func newWorld(t *testing.T) *world {

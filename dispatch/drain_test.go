@@ -190,6 +190,7 @@ func TestDrainThatNobodyReads(t *testing.T) {
 
 // What ends a drain, and what it leaves.
 func TestEndOfADrain(t *testing.T) {
+	needWorld(t)
 	tool := func(w *world, g *dispatch.Group) *dispatch.Group {
 		other, err := dispatch.OpenPath(g.Path())
 		w.must(err)

@@ -162,6 +162,7 @@ func TestForgetOfWhatIsNoGroup(t *testing.T) {
 
 // Damaged groups are no dead end.
 func TestForgetOfDamagedGroups(t *testing.T) {
+	needWorld(t)
 	for _, tc := range []struct {
 		name   string
 		damage func(w *world, path string)

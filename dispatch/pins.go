@@ -119,7 +119,7 @@ func openPins(dir string) (p *pins, t table, err error) {
 
 // check refuses pins that do not belong together.
 func (p *pins) check(dir string, t table) error {
-	what := ""
+	var what string
 	switch _, known := steeringNames[Steering(t.Steering)]; {
 	case t.generations < 2 || t.generations > LimitGenerations || t.workers < 1 || t.workers > LimitWorkers:
 		what = fmt.Sprintf("it says %d generations of %d workers", t.generations, t.workers)

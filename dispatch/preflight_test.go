@@ -226,6 +226,7 @@ func TestNoRights(t *testing.T) {
 // Sockets that would take part of each other's traffic: in both orders, with the
 // reason and the cure. Instar's own groups and strangers are the same here.
 func TestOverlap(t *testing.T) {
+	needWorld(t)
 	const more, less = "is more specific and takes its packets", "is less specific; this group would take packets from it"
 	for _, tc := range []struct {
 		name                    string
@@ -409,6 +410,7 @@ func TestOccupied(t *testing.T) {
 
 // Dual stack: a successor with another family or v6only is refused with the reason.
 func TestV6OnlyMismatch(t *testing.T) {
+	needWorld(t)
 	for _, tc := range []struct{ name, first, second string }{
 		{"IPv6 only after dual stack", "udp", "udp6"},
 		{"dual stack after IPv6 only", "udp6", "udp"},
@@ -586,6 +588,7 @@ func contents(t *testing.T, path string) string {
 }
 
 func TestMissingPin(t *testing.T) {
+	needWorld(t)
 	for _, pin := range []string{"control", "sockets", "secrets", "verdicts", "flows", "program"} {
 		t.Run(pin, func(t *testing.T) {
 			w := newWorld(t)

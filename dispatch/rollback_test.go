@@ -12,6 +12,7 @@ import (
 // Flips to and fro while packets flow: nothing is lost in either direction, flows
 // stay where they began, and every packet is counted as what it was.
 func TestActivateAndRollbackUnderLoad(t *testing.T) {
+	needWorld(t)
 	for _, steering := range []dispatch.Steering{dispatch.SteeringQUIC, dispatch.SteeringStateless} {
 		for _, processes := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%v processes=%t", steering, processes), func(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 
 // A5: the program of a live group is swapped between two packets.
 func TestUpgradeProgramUnderLoad(t *testing.T) {
+	needWorld(t)
 	for _, steering := range []dispatch.Steering{dispatch.SteeringQUIC, dispatch.SteeringStateless} {
 		t.Run(steering.String(), func(t *testing.T) {
 			w := newWorld(t)
