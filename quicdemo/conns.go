@@ -28,13 +28,17 @@ type connSet struct {
 
 // conn is one accepted connection.
 type conn struct {
-	quic     *quic.Conn
-	http     *http3.Server
-	serving  chan struct{} // closed once http serves it
-	since    time.Time
-	began    atomic.Bool  // had a request
-	requests atomic.Int32 // requests under way
-	told     time.Time    // when it got GOAWAY; guarded by connSet.mu
+	quic    *quic.Conn
+	http    *http3.Server
+	serving chan struct{} // closed once http serves it
+	since   time.Time
+	began   atomic.Bool   // had a request
+	next    chan struct{} // receives when a request begins, if somebody waits for it
+
+	// Guarded by connSet.mu.
+	told     bool      // chosen to get GOAWAY
+	requests int       // under way
+	quiet    time.Time // when it got GOAWAY or its last request ended, whichever was later
 }
 
 const (
@@ -42,7 +46,9 @@ const (
 	// told to go.
 	shy = time.Second
 	// heed is the time that a client has to act on GOAWAY before its idle
-	// connection is closed: a request may be on its way.
+	// connection is closed: a request may be on its way. It has the same time
+	// after the last response: a handler returns before its data arrived, and
+	// what the client did not read by the close is lost to it.
 	heed = time.Second
 )
 
@@ -53,14 +59,27 @@ func (c *conn) settled() bool { return c.began.Load() || time.Since(c.since) > s
 // idle says whether closing the connection cuts nothing off. Its caller holds
 // connSet.mu.
 func (c *conn) idle() bool {
-	return c.requests.Load() == 0 && !c.told.IsZero() && time.Since(c.told) > heed
+	return c.requests == 0 && !c.quiet.IsZero() && time.Since(c.quiet) > heed
 }
 
 // request counts a request until the function that it returns is called.
-func (c *conn) request() (done func()) {
+func (s *connSet) request(c *conn) (done func()) {
 	c.began.Store(true)
-	c.requests.Add(1)
-	return func() { c.requests.Add(-1) }
+	s.mu.Lock()
+	c.requests++
+	s.mu.Unlock()
+	select {
+	case c.next <- struct{}{}:
+	default:
+	}
+	return func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		c.requests--
+		if !c.quiet.IsZero() {
+			c.quiet = time.Now()
+		}
+	}
 }
 
 type connKey struct{}
@@ -83,7 +102,7 @@ func (s *connSet) live() int { return int(s.alive.Load()) }
 
 // serve serves an accepted connection in the background until it is closed.
 func (s *connSet) serve(q *quic.Conn) {
-	c := &conn{quic: q, serving: make(chan struct{}), since: time.Now()}
+	c := &conn{quic: q, serving: make(chan struct{}), since: time.Now(), next: make(chan struct{})}
 	c.http = &http3.Server{
 		Handler: s.handler,
 		ConnContext: func(ctx context.Context, _ *quic.Conn) context.Context {
@@ -103,7 +122,7 @@ func (s *connSet) serve(q *quic.Conn) {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		delete(s.open, c)
-		if !c.told.IsZero() {
+		if c.told {
 			s.told--
 		}
 	})
@@ -117,28 +136,43 @@ func (s *connSet) size() (open, untold int) {
 	return len(s.open), len(s.open) - s.told
 }
 
-// goaway sends GOAWAY on up to n connections that did not get it yet.
-func (s *connSet) goaway(n int) {
+// goaway sends GOAWAY on up to n connections that did not get it yet. It waits
+// for a connection's next request, but no longer than patience: a client that
+// has just opened a request is not about to open another, which the GOAWAY
+// would cross and make it send again. Browsers give some of those up.
+func (s *connSet) goaway(n int, patience time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for c := range s.open {
 		if n <= 0 {
 			return
 		}
-		if !c.told.IsZero() || !c.settled() {
+		if c.told || !c.settled() {
 			continue
 		}
 		n--
-		c.told = time.Now()
+		c.told = true
 		s.told++
 		s.wg.Go(func() {
 			// Shutdown of a server that serves nothing yet closes it for good,
 			// and with it the connection that comes next.
 			select {
 			case <-c.serving:
-				_ = c.http.Shutdown(context.Background()) // returns when the connection ends
 			case <-c.quic.Context().Done():
+				return
 			}
+			timer := time.NewTimer(patience)
+			defer timer.Stop()
+			select {
+			case <-c.next:
+			case <-timer.C:
+			case <-c.quic.Context().Done():
+				return
+			}
+			s.mu.Lock()
+			c.quiet = time.Now()
+			s.mu.Unlock()
+			_ = c.http.Shutdown(context.Background()) // returns when the connection ends
 		})
 	}
 }

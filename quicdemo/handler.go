@@ -78,7 +78,7 @@ func (s *Server) handler() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		s.requests.Add(1)
 		if c := connOf(r.Context()); c != nil {
-			defer c.request()()
+			defer s.conns.request(c)()
 		}
 		w.Header().Set(HeaderGeneration, generation)
 		w.Header().Set(HeaderPID, pid)

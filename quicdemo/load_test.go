@@ -289,7 +289,7 @@ func TestLoadCountsMoves(t *testing.T) {
 	}()
 	testutil.WaitFor(t, patience, func() bool { return open.Load() == int64(cfg.Connections) }, "every connection to open")
 	testutil.WaitFor(t, patience, func() bool {
-		first.conns.goaway(1)
+		first.conns.goaway(1, 0)
 		return moves.Load() >= int64(cfg.Connections)
 	}, "every connection to move")
 	cancel()

@@ -429,7 +429,7 @@ func (s *Server) drainConns(ctx context.Context, hurry <-chan struct{}) bool {
 		if late && open == 0 {
 			break // only handshakes that do not finish
 		}
-		s.conns.goaway(quota(untold, time.Until(half), s.cfg.GoawayRate, math.Inf(1)))
+		s.conns.goaway(quota(untold, time.Until(half), s.cfg.GoawayRate, math.Inf(1)), min(shy, time.Until(half)))
 		switch {
 		case late:
 			s.conns.close(quota(open, 0, 0, s.cfg.CloseRate), true)

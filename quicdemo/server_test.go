@@ -7,6 +7,7 @@ import (
 	"crypto/tls"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net"
@@ -243,6 +244,72 @@ func TestRetire(t *testing.T) {
 		t.Errorf("connection ended by %v", cause)
 	}
 	s.wait(t)
+}
+
+// A connection is not closed as soon as its last handler returned: the client
+// may not have read the response yet (F4).
+func TestRetireUnreadResponse(t *testing.T) {
+	returned := make(chan struct{})
+	s, ready := startServer(t, ServerConfig{
+		HandshakeGrace: -1,
+		DrainDeadline:  8 * time.Second,
+		wrap: func(h http.Handler) http.Handler {
+			return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				h.ServeHTTP(w, r)
+				close(returned)
+			})
+		},
+	})
+	c := dialTest(t, newTestLoader(t, ready.Addr), false)
+	const size = 200_000 // less than the client's window, so the handler does not wait for it
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, fmt.Sprintf("https://localhost/bytes/%d?ms=5000", size), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := c.http.RoundTrip(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	s.sockets.supersede()
+	<-returned // in the second half of the drain, when idle connections are closed
+	time.Sleep(10 * drainTick)
+	if n, err := io.Copy(io.Discard, resp.Body); err != nil || n != size {
+		t.Errorf("read %d of %d bytes: %v", n, size, err)
+	}
+	s.wait(t)
+}
+
+// GOAWAY comes with a response, where it crosses no other request, unless the
+// client asks for nothing.
+func TestGoawayWithRequest(t *testing.T) {
+	s, ready := startServer(t, ServerConfig{})
+	c := dialTest(t, newTestLoader(t, ready.Addr), false)
+	c.status(t)
+	s.conns.goaway(1, time.Hour)
+	time.Sleep(10 * drainTick)
+	told := func() bool {
+		s.conns.mu.Lock()
+		defer s.conns.mu.Unlock()
+		for c := range s.conns.open {
+			return !c.quiet.IsZero()
+		}
+		return true // it left
+	}
+	if told() {
+		t.Error("GOAWAY was sent between two requests")
+	}
+	c.status(t)
+	testutil.WaitFor(t, patience, told, "GOAWAY")
+
+	quiet := dialTest(t, newTestLoader(t, ready.Addr), false)
+	quiet.status(t)
+	s.conns.goaway(1, drainTick)
+	select {
+	case <-quiet.conn.Context().Done():
+	case <-time.After(patience):
+		t.Error("a client that asks for nothing gets no GOAWAY")
+	}
 }
 
 // A connection that comes to a server whose other connections got GOAWAY is
