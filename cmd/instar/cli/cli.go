@@ -72,6 +72,9 @@ while flows of the others stay where they are until they end.
 			a.started = true
 		},
 	}
+	root.Version = newBuildJSON().text()
+	root.SetVersionTemplate("{{.Version}}\n")
+	root.Flags().Bool("version", false, "print the version of this command") // without cobra's -v
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.PersistentFlags().StringVar(&a.root, "root", a.env.Root,
 		"`folder` on a bpffs below which groups are pinned")

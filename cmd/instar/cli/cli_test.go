@@ -490,3 +490,21 @@ func TestDrainWait(t *testing.T) {
 		t.Errorf("gone: %q", got)
 	}
 }
+
+func TestBuildText(t *testing.T) {
+	b := buildJSON{Release: "(devel)", Go: "go1.26.0", Platform: "linux/amd64"}
+	for _, c := range []struct {
+		revision string
+		modified bool
+		want     string
+	}{
+		{"", false, "instar (devel) go1.26.0 linux/amd64"},
+		{"abc", false, "instar (devel) (abc) go1.26.0 linux/amd64"},
+		{"0123456789abcdef", true, "instar (devel) (0123456789ab, modified) go1.26.0 linux/amd64"},
+	} {
+		b.Revision, b.Modified = c.revision, c.modified
+		if got := b.text(); got != c.want {
+			t.Errorf("text = %q, want %q", got, c.want)
+		}
+	}
+}

@@ -3,6 +3,7 @@
 package cli
 
 import (
+	"fmt"
 	"runtime"
 	"runtime/debug"
 
@@ -42,6 +43,19 @@ func newBuildJSON() buildJSON {
 	return b
 }
 
+// text is the build in one line for people.
+func (b buildJSON) text() string {
+	release := b.Release
+	if b.Revision != "" {
+		release += " (" + b.Revision[:min(12, len(b.Revision))]
+		if b.Modified {
+			release += ", modified"
+		}
+		release += ")"
+	}
+	return fmt.Sprintf("instar %s %s %s", release, b.Go, b.Platform)
+}
+
 func (a *app) versionCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "version",
@@ -52,15 +66,7 @@ func (a *app) versionCommand() *cobra.Command {
 			if a.json {
 				return a.printJSON(b)
 			}
-			text := "instar " + b.Release
-			if b.Revision != "" {
-				text += " (" + b.Revision[:min(12, len(b.Revision))]
-				if b.Modified {
-					text += ", modified"
-				}
-				text += ")"
-			}
-			a.printf("%s %s %s", text, b.Go, b.Platform)
+			a.printf("%s", b.text())
 			return nil
 		},
 	}
