@@ -213,8 +213,15 @@ func (a *app) programCommand() *cobra.Command {
 	program := &cobra.Command{
 		Use:   "program",
 		Short: "Manage the kernel program of a group",
-		Args:  args(),
-		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return fmt.Errorf("program: unknown command %q", args[0])
+			}
+			return nil
+		},
+		RunE: func(*cobra.Command, []string) error {
+			return usagef("program: missing command, as in: instar program upgrade GROUP")
+		},
 	}
 	program.AddCommand(&cobra.Command{
 		Use:   "upgrade GROUP",

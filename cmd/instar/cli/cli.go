@@ -107,7 +107,30 @@ while flows of the others stay where they are until they end.
 			Long:  namesHelp,
 		},
 	)
+	strictHelp(root)
 	return root
+}
+
+// strictHelp makes "help" refuse what is no command and no topic.
+func strictHelp(root *cobra.Command) {
+	root.InitDefaultHelpCmd()
+	help, _, err := root.Find([]string{"help"})
+	if err != nil {
+		panic(err) // it was added above
+	}
+	show := help.Run
+	help.RunE = func(cmd *cobra.Command, args []string) error {
+		found, rest, err := root.Find(args)
+		if err != nil {
+			return err
+		}
+		if len(rest) > 0 {
+			return usagef("help: unknown command or topic %q (see \"instar help\")", strings.TrimSpace(
+				strings.TrimPrefix(found.CommandPath(), root.Name())+" "+rest[0]))
+		}
+		show(cmd, args)
+		return nil
+	}
 }
 
 // args checks the number of arguments and names what is missing.
