@@ -14,12 +14,14 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/rogpeppe/go-internal/testscript"
+	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
 	"instar/dispatch"
@@ -506,5 +508,28 @@ func TestBuildText(t *testing.T) {
 		if got := b.text(); got != c.want {
 			t.Errorf("text = %q, want %q", got, c.want)
 		}
+	}
+}
+
+// TestFlagHelp checks that the help of a flag names its placeholder in a
+// sentence: pflag shows it in front as well.
+func TestFlagHelp(t *testing.T) {
+	a := &app{}
+	placeholder := regexp.MustCompile(`--\S+ (\S+) {2,}(.*)`)
+	seen := 0
+	var check func(*cobra.Command)
+	check = func(cmd *cobra.Command) {
+		for _, flag := range placeholder.FindAllStringSubmatch(cmd.LocalFlags().FlagUsages(), -1) {
+			seen++
+			if strings.Contains(flag[2], "("+flag[1]+")") {
+				t.Errorf("%s: %s", cmd.CommandPath(), flag[0])
+			}
+		}
+		for _, sub := range cmd.Commands() {
+			check(sub)
+		}
+	}
+	if check(a.command()); seen < 10 {
+		t.Errorf("%d flags with a placeholder", seen)
 	}
 }

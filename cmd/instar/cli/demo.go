@@ -30,7 +30,8 @@ func (a *app) demoCommand() *cobra.Command {
 clients use it, and count what they lose. It happens in a network and mount
 namespace of its own, on real sockets and with real processes: nothing of the
 machine is touched, and nothing is left behind. It needs root, takes half a
-minute, and runs at a higher priority (nice -10) than other processes.
+minute (80 s with --compare), and runs at a higher priority (nice -10) than
+other processes.
 
 The load: persistent connections with downloads that are checked byte by byte,
 new connections all the time, some resumed with 0-RTT, and clients that move to
@@ -59,13 +60,13 @@ the run of instar counts.`,
 		},
 	}
 	f := cmd.Flags()
-	f.IntVar(&o.Upgrades, "upgrades", demo.DefaultUpgrades, "upgrades under load (`n`)")
-	f.IntVar(&o.Connections, "connections", demo.DefaultConnections, "persistent connections (`n`)")
-	f.Float64Var(&o.Rate, "rate", demo.DefaultRate, "new connections a second besides (`n`)")
-	f.IntVar(&o.Workers, "workers", demo.DefaultWorkers, "sockets of each server process (`n`)")
+	f.IntVar(&o.Upgrades, "upgrades", demo.DefaultUpgrades, "replace the server `n` times under load")
+	f.IntVar(&o.Connections, "connections", demo.DefaultConnections, "keep `n` connections open")
+	f.Float64Var(&o.Rate, "rate", demo.DefaultRate, "open `n` new connections a second besides")
+	f.IntVar(&o.Workers, "workers", demo.DefaultWorkers, "give each server process `n` sockets")
 	f.DurationVar(&o.Duration, "duration", 0, "`time` under load of each run; default: 2.5s an upgrade and 6s,\nwith --compare 1.5s and 5s")
 	f.BoolVar(&o.Compare, "compare", false, "run the same load against stop-then-start and plain SO_REUSEPORT too")
-	f.Uint64Var(&o.Seed, "seed", 0, "seed of the load (`n`); default: from the clock")
+	f.Uint64Var(&o.Seed, "seed", 0, "start the load's random choices from seed `n`; default: from the clock")
 	f.StringVar(&html, "html", defaultPage, "write the page to this `file`; '' for none")
 	a.jsonFlag(cmd)
 	return cmd

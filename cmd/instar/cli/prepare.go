@@ -52,14 +52,14 @@ A group that exists already keeps its sizes and generations.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&owner, "owner", "", "`USER[:GROUP]`, names or numbers, that gets the pins")
+	f.StringVar(&owner, "owner", "", "give the pins to `USER[:GROUP]`, names or numbers")
 	f.StringVar(&o.Service, "service", "", "the `name` under which the server joins: its Options.Service")
-	f.StringVar(&o.Network, "network", "udp", "udp, udp4 or udp6 (`kind`)")
+	f.StringVar(&o.Network, "network", "udp", "the `kind` of sockets: udp, udp4 or udp6")
 	f.StringVar(&o.Device, "device", "", "the network `device` that the sockets are bound to")
-	f.StringVar(&steering, "steering", "quic", "how packets find their generation: quic or stateless (`kind`)")
-	f.IntVar(&o.MaxGenerations, "max-generations", dispatch.DefaultMaxGenerations, "generations at the same time, 2 to 256 (`n`)")
-	f.IntVar(&o.Workers, "workers", dispatch.DefaultWorkers, "sockets of a generation, 1 to 256 (`n`)")
-	f.IntVar(&o.FlowEntries, "flow-entries", dispatch.DefaultFlowEntries, "remembered flows, 64 to 16777216 (`n`)")
+	f.StringVar(&steering, "steering", "quic", "the `kind` of steering: quic, or stateless for DNS and the like")
+	f.IntVar(&o.MaxGenerations, "max-generations", dispatch.DefaultMaxGenerations, "room for `n` generations at the same time, 2 to 256")
+	f.IntVar(&o.Workers, "workers", dispatch.DefaultWorkers, "room for `n` sockets of each generation, 1 to 256")
+	f.IntVar(&o.FlowEntries, "flow-entries", dispatch.DefaultFlowEntries, "room for `n` remembered flows, 64 to 16777216")
 	return cmd
 }
 
