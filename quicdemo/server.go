@@ -270,7 +270,7 @@ func (s *Server) serve(ctx context.Context) {
 			s.replaced.Store(true)
 			return
 		}
-		s.log.Info("active again, the successor is gone")
+		s.log.Info("active again, by a rollback or because the successor is gone")
 		select {
 		case <-s.stop:
 			stopping = true
