@@ -45,6 +45,8 @@ var (
 // FullError refuses a Join: as many generations hold sockets as the group has
 // room for. Nothing was bound.
 type FullError struct {
+	// Group is the group's folder.
+	Group string
 	// Limit is the group's MaxGenerations.
 	Limit int
 	// Occupants are the generations that hold sockets.
@@ -52,10 +54,10 @@ type FullError struct {
 }
 
 func (e *FullError) Error() string {
-	return fmt.Sprintf("join group: all %d slots of its socket map are held, by %s; "+
-		"wait until the oldest has drained, end it (instar drain GROUP %d --deadline 0s), "+
+	return fmt.Sprintf("all %d slots of the group's socket map are held, by %s; "+
+		"wait until the oldest has drained, end it (instar drain %s %d --deadline 0s), "+
 		"or make the group anew with a larger MaxGenerations",
-		e.Limit, listed(e.Occupants), e.oldest())
+		e.Limit, listed(e.Occupants), e.Group, e.oldest())
 }
 
 // listed names generations and their processes for a message.

@@ -83,7 +83,7 @@ func (g *Group) join(workers int) (n *Generation, err error) {
 		return info.PidNamespace != pidNamespace() || lives(info)
 	})
 	if !ok {
-		return nil, &FullError{Limit: int(g.table.generations), Occupants: g.generations()}
+		return nil, &FullError{Group: g.dir, Limit: int(g.table.generations), Occupants: g.generations()}
 	}
 	if err := g.reloadProgram(); err != nil {
 		return nil, err

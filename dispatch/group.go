@@ -56,7 +56,7 @@ func (g *Group) use() (release func(), err error) {
 	g.mu.RLock()
 	if g.closed {
 		g.mu.RUnlock()
-		return nil, fmt.Errorf("group %s: %w", g.key, ErrClosed)
+		return nil, ErrClosed // every caller names the group
 	}
 	return g.mu.RUnlock, nil
 }
@@ -74,7 +74,7 @@ func Open(options Options) (*Group, error) {
 		return nil, err
 	}
 	if err := g.checkAddress(); err != nil {
-		return nil, errors.Join(fmt.Errorf("open group: %w", err), g.Close())
+		return nil, errors.Join(fmt.Errorf("open group %s: %w", g.key, err), g.Close())
 	}
 	return g, nil
 }
@@ -157,7 +157,7 @@ func create(o Options, k key, namespace string, prefix int, owner *Owner) error 
 		// the sockets' owner, and binds nothing.
 		g := Group{key: k, service: o.Service, allowOverlap: o.AllowOverlap, log: logger(o)}
 		if err := g.checkAddress(); err != nil {
-			return fmt.Errorf("open group: %w", err)
+			return fmt.Errorf("open group %s: %w", k, err)
 		}
 	}
 	return build(parent, o, k, prefix, owner)
@@ -533,5 +533,8 @@ func (g *Group) leave(slot uint8) {
 // without a socket are gone, and when the active one died the one that was active
 // before it is active again.
 func (g *Group) Repair() error {
-	return g.update(func() error { return nil })
+	if err := g.update(func() error { return nil }); err != nil {
+		return fmt.Errorf("repair %s: %w", g.key, err)
+	}
+	return nil
 }

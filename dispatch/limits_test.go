@@ -62,7 +62,7 @@ func TestSixUpgradesWithRoomForFour(t *testing.T) {
 		})
 		_, err := g.Join(1)
 		dispatch.HoldAtSteps(nil)
-		words := []string{"all 4 slots", fmt.Sprintf("instar drain GROUP %d --deadline 0s", oldest), "wait until the oldest has drained", "larger MaxGenerations"}
+		words := []string{"join udp4 127.0.0.1:4433: all 4 slots", fmt.Sprintf("(instar drain %s %d --deadline 0s)", g.Path(), oldest), "wait until the oldest has drained", "larger MaxGenerations"}
 		for _, n := range before.Generations {
 			words = append(words, fmt.Sprintf("generation %d (%v, pid %d", n.Number, n.State, os.Getpid()))
 		}
@@ -305,7 +305,7 @@ func TestUnprivilegedServer(t *testing.T) {
 
 	// Another user gets no foot in the door.
 	_, err = g.Join(1)
-	wantRefused(t, "Join as root", err, "occupied", "uid 65534", "we are 0", "address already in use")
+	wantRefused(t, "Join as root", err, "occupied", "uid 65534", "we are 0", "4433: address is occupied: bind: address already in use: a socket on ")
 
 	// It cannot load a program, nor take the group away.
 	if got := processes[2].Ask("upgrade"); got != "false" {
@@ -350,7 +350,7 @@ func TestJoinThatFailsHalfWay(t *testing.T) {
 	n, err := s.g.Join(2)
 	dispatch.HoldAtSteps(nil)
 	w.must(unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
-	wantRefused(t, "Join", err, "", "join udp4 127.0.0.1:4433: bind udp4 127.0.0.1:4433", "too many open files")
+	wantRefused(t, "Join", err, "", "join udp4 127.0.0.1:4433: socket: too many open files")
 	if n != nil {
 		t.Errorf("it returned generation %d", n.Number())
 	}

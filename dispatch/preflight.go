@@ -104,7 +104,7 @@ func (g *Group) rivals() ([]rival, error) {
 			// Of a process that is dying, or of one that left the group and whose slot
 			// another one has.
 			leaving: len(holders) == 0 || relation == same && g.hadGenerations(),
-			reason:  fmt.Errorf("%w: %s: %s", ErrOccupied, g.key, g.key.reason(relation, s, holders)),
+			reason:  fmt.Errorf("%w: %s", ErrOccupied, g.key.reason(relation, s, holders)),
 		}
 		if relation == same && s.UID == uint32(os.Geteuid()) {
 			r.reason = fmt.Errorf("%w; stop that process, or start it through Instar as service %q so that it joins", r.reason, g.service)
@@ -271,20 +271,24 @@ func (g *Group) left(holders []sockdiag.Process) bool {
 func (g *Group) hadGenerations() bool { return g.pins != nil && g.table.NextNumber > 1 }
 
 // explainBind says why the kernel refused a bind that the preflight let through.
+// Who calls has named the group, and package net would do so once more.
 func (g *Group) explainBind(err error) error {
+	if op, ok := errors.AsType[*net.OpError](err); ok {
+		err = op.Err
+	}
 	switch {
 	case errors.Is(err, unix.EADDRINUSE):
 		sockets, e := sockdiag.UDP(g.key.addr.Port())
 		for _, s := range sockets {
-			return fmt.Errorf("%w: bind %s: %w: %s; it may lack SO_REUSEPORT or belong to another user (uid %d, we are %d)",
-				ErrOccupied, g.key, err, describe(s, sockdiag.Owners(s.Inode)[s.Inode]), s.UID, os.Geteuid())
+			return fmt.Errorf("%w: %w: %s; it may lack SO_REUSEPORT or belong to another user (uid %d, we are %d)",
+				ErrOccupied, err, describe(s, sockdiag.Owners(s.Inode)[s.Inode]), s.UID, os.Geteuid())
 		}
-		return fmt.Errorf("%w: bind %s: %w", ErrOccupied, g.key, errors.Join(err, e))
+		return fmt.Errorf("%w: %w", ErrOccupied, errors.Join(err, e))
 	case errors.Is(err, unix.EACCES) && g.key.addr.Port() < 1024:
-		return fmt.Errorf("%w: bind %s: %w; a port below net.ipv4.ip_unprivileged_port_start needs CAP_NET_BIND_SERVICE",
-			ErrPermission, g.key, err)
+		return fmt.Errorf("%w: %w; a port below net.ipv4.ip_unprivileged_port_start needs CAP_NET_BIND_SERVICE",
+			ErrPermission, err)
 	case errors.Is(err, unix.EADDRNOTAVAIL):
-		return fmt.Errorf("bind %s: %w; no device of this network namespace has that address", g.key, err)
+		return fmt.Errorf("%w; no device of this network namespace has that address", err)
 	}
-	return fmt.Errorf("bind %s: %w", g.key, err)
+	return err
 }

@@ -45,7 +45,7 @@ func (g *Group) traffic() ([bpf.MaxSlots]slotTraffic, error) {
 func (g *Group) Snapshot() (Snapshot, error) {
 	release, err := g.use()
 	if err != nil {
-		return Snapshot{}, fmt.Errorf("read snapshot: %w", err)
+		return Snapshot{}, fmt.Errorf("read snapshot of %s: %w", g.key, err)
 	}
 	defer release()
 	verdicts, traffic, err := g.counters()

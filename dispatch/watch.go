@@ -90,7 +90,7 @@ func (w *watch) start() error {
 		// A pipe that nobody writes to gives the same loop its ticks.
 		var silent *os.File
 		if events, silent, err = os.Pipe(); err != nil {
-			return fmt.Errorf("watch group %s: %w", w.group.key, err)
+			return fmt.Errorf("watch folder: %w", err)
 		}
 		go func() {
 			<-w.done
