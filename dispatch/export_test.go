@@ -99,3 +99,6 @@ func FolderName(o Options) (string, error) {
 	k, err := parseKey(o.Network, o.Address, o.Device)
 	return k.folder(), err
 }
+
+// ExplainLoad says why the kernel refused the data plane.
+func ExplainLoad(err error) error { return explainLoad(err) }

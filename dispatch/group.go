@@ -138,7 +138,7 @@ func exists(dir string) bool {
 
 func create(o Options, k key, namespace string, prefix int, owner *Owner) error {
 	if err := lacksCapabilities(); err != nil {
-		return err
+		return fmt.Errorf("create group: %w", err)
 	}
 	parent, err := namespaceFolder(o.Root, namespace)
 	if err != nil {

@@ -42,6 +42,10 @@ const (
 // bounded loops and the jiffies helper; it is the oldest one that is tested.
 var oldestKernel = kernel.Version{Major: 5, Minor: 10}
 
+// ownMemlock accounts the memory of maps and programs to the control group: before
+// it, RLIMIT_MEMLOCK bounded it.
+var ownMemlock = kernel.Version{Major: 5, Minor: 11}
+
 // pins are the open objects of a group.
 type pins struct {
 	sockets, control, secrets, verdicts *ebpf.Map
@@ -341,12 +345,12 @@ func load(o Options, prefix int) (*pins, error) {
 	if err != nil {
 		return nil, fmt.Errorf("create group: %w", err)
 	}
-	// Raises the limit only on kernels that need it (before 5.11). Where that
+	// Raises the limit only on kernels that need it (before ownMemlock). Where that
 	// fails, loading says so.
 	_ = rlimit.RemoveMemlock()
 	c, err := ebpf.NewCollection(spec)
 	if err != nil {
-		return nil, explainLoad(err)
+		return nil, fmt.Errorf("create group: %w", explainLoad(err))
 	}
 	p := &pins{
 		sockets:  c.DetachMap(bpf.MapSockets),
@@ -369,19 +373,32 @@ func explainLoad(err error) error {
 		return e
 	}
 	if v, e := kernel.Current(); e == nil && !v.AtLeast(oldestKernel) {
-		return fmt.Errorf("create group: %w: Linux %v is running and %v is the oldest that can; cause: %w",
-			ErrNotSupported, v, oldestKernel, err)
+		return fmt.Errorf("%w: Linux %v is running and %v is the oldest that can (%w)",
+			ErrNotSupported, v, oldestKernel, answer(err))
 	}
 	if errors.Is(err, unix.EPERM) {
 		if e := features.HaveMapType(ebpf.Array); e != nil {
-			return fmt.Errorf("create group: %w: the capabilities are there but bpf(2) is refused (%w); a seccomp filter "+
+			return fmt.Errorf("%w: the capabilities are there but bpf(2) is refused (%w); a seccomp filter "+
 				"(container runtimes have one), a security module, or a user namespace without a BPF token forbids it: "+
-				"allow bpf(2) there, or make the group outside with: instar prepare --owner USER --service SERVICE ADDRESS", ErrPermission, e)
+				"allow bpf(2) there, or make the group outside with: instar prepare --owner USER --service SERVICE ADDRESS",
+				ErrPermission, answer(e))
 		}
-		return fmt.Errorf("create group: %w: maps can be created but not the program; raise RLIMIT_MEMLOCK on kernels before "+
-			"5.11, and look for a security module that forbids networking programs; cause: %w", ErrPermission, err)
+		cure := "a security module forbids networking programs: allow them"
+		if v, e := kernel.Current(); e != nil || !v.AtLeast(ownMemlock) {
+			cure = "raise RLIMIT_MEMLOCK, or look for a security module that forbids networking programs"
+		}
+		return fmt.Errorf("%w: maps can be created but not the program (%w); %s", ErrPermission, answer(err), cure)
 	}
-	return fmt.Errorf("create group: load data plane: %w", err)
+	return fmt.Errorf("load data plane: %w", err)
+}
+
+// answer is what the kernel said, without the library's advice and the verifier's
+// log: where a right is missing both lead astray.
+func answer(err error) error {
+	if errno, ok := errors.AsType[unix.Errno](err); ok {
+		return errno
+	}
+	return err
 }
 
 // lacksCapabilities names what this process lacks for making a group.
@@ -394,7 +411,7 @@ func lacksCapabilities() error {
 	if len(missing) == 0 {
 		return nil
 	}
-	return fmt.Errorf("create group: %w: this process lacks %s; add them (a unit's AmbientCapabilities=, a container's "+
+	return fmt.Errorf("%w: this process lacks %s; add them (a unit's AmbientCapabilities=, a container's "+
 		"cap-add), or make the group beforehand as root with: instar prepare --owner USER --service SERVICE ADDRESS",
 		ErrPermission, capset.Names(missing))
 }

@@ -201,7 +201,7 @@ func TestNoRights(t *testing.T) {
 			return w.start(o, &testutil.Identity{Caps: []capset.Cap{capset.BPF, capset.NetAdmin}})
 		}, []string{"lacks CAP_PERFMON;", "AmbientCapabilities=", "instar prepare --owner"}},
 		{"seccomp", func() *testutil.Process { return w.startDenied(o, unix.SYS_BPF) },
-			[]string{"bpf(2) is refused", "seccomp", "allow bpf(2)", "instar prepare --owner"}},
+			[]string{"bpf(2) is refused (operation not permitted); ", "seccomp", "allow bpf(2)", "instar prepare --owner"}},
 		{"nobody", func() *testutil.Process { return w.start(o, testutil.Nobody()) },
 			[]string{"lacks CAP_BPF", "instar prepare --owner"}},
 	} {
@@ -220,6 +220,17 @@ func TestNoRights(t *testing.T) {
 	p := w.start(o, &testutil.Identity{Caps: []capset.Cap{capset.BPF, capset.NetAdmin, capset.Perfmon}})
 	for _, line := range []string{"open", "join 2", "activate", "close", "leave"} {
 		w.ask(p, "%s", line)
+	}
+}
+
+// What is refused although all rights are there is one line: what the library adds
+// to the kernel's answer would have people look for another cause.
+func TestRefusedLoadIsOneLine(t *testing.T) {
+	testutil.Need(t, capset.BPF, capset.NetAdmin, capset.Perfmon)
+	err := dispatch.ExplainLoad(fmt.Errorf("program quic: load program: %w (MEMLOCK may be too low, consider rlimit.RemoveMemlock)\n\tlog", unix.EPERM))
+	wantRefused(t, "load", err, "permission", "maps can be created but not the program (operation not permitted); ", "security module")
+	if text := err.Error(); strings.Contains(text, "MEMLOCK may") || strings.Contains(text, "\n") {
+		t.Errorf("%q", text)
 	}
 }
 
