@@ -17,6 +17,8 @@ import (
 
 	"github.com/quic-go/quic-go"
 	"github.com/quic-go/quic-go/http3"
+
+	"instar/internal/content"
 )
 
 // request is one download.
@@ -232,7 +234,7 @@ func (c *client) download(ctx context.Context, q request) (generation uint32, er
 			mid.Go(func() { run(c) })
 		}
 	}
-	if err := verify(resp.Body, q.seed, q.bytes, progress); err != nil {
+	if err := content.Verify(resp.Body, q.seed, q.bytes, progress); err != nil {
 		return 0, err
 	}
 	n, _ := strconv.ParseUint(resp.Header.Get(HeaderGeneration), 10, 32)

@@ -6,11 +6,12 @@ import (
 	_ "embed"
 	"encoding/json"
 	"fmt"
-	"io"
 	"net/http"
 	"os"
 	"strconv"
 	"time"
+
+	"instar/internal/content"
 )
 
 // Response headers that say who answered.
@@ -18,9 +19,6 @@ const (
 	HeaderGeneration = "Instar-Generation"
 	HeaderPID        = "Instar-Pid"
 )
-
-// maxSeconds is the longest stream or slow response.
-const maxSeconds = 600
 
 //go:embed page.html
 var page []byte
@@ -69,7 +67,7 @@ func (s *Server) handler() http.Handler {
 		w.Header().Set("Content-Type", "application/json")
 		_ = json.NewEncoder(w).Encode(status)
 	})
-	mux.HandleFunc("GET /bytes/{n}", serveBytes)
+	mux.HandleFunc("GET /bytes/{n}", content.Serve)
 	mux.HandleFunc("GET /stream", s.serveStream)
 	mux.HandleFunc("GET /slow", s.serveSlow)
 
@@ -87,63 +85,9 @@ func (s *Server) handler() http.Handler {
 	})
 }
 
-// number reads an integer query or path value from low to high.
-func number(w http.ResponseWriter, name, text string, fallback, low, high uint64) (uint64, bool) {
-	if text == "" {
-		return fallback, true
-	}
-	n, err := strconv.ParseUint(text, 10, 64)
-	if err != nil || n < low || n > high {
-		http.Error(w, fmt.Sprintf("%s must be a number from %d to %d", name, low, high), http.StatusBadRequest)
-		return 0, false
-	}
-	return n, true
-}
-
-// serveBytes answers /bytes/N?seed=SEED&ms=MS: N bytes that follow from the
-// seed, written in pieces over MS milliseconds.
-func serveBytes(w http.ResponseWriter, r *http.Request) {
-	n, ok := number(w, "the number of bytes", r.PathValue("n"), 0, 0, maxContent)
-	if !ok {
-		return
-	}
-	seed, ok := number(w, "seed", r.FormValue("seed"), 0, 0, 1<<64-1)
-	if !ok {
-		return
-	}
-	ms, ok := number(w, "ms", r.FormValue("ms"), 0, 0, maxSeconds*1000)
-	if !ok {
-		return
-	}
-	w.Header().Set("Content-Type", "application/octet-stream")
-	w.Header().Set("Content-Length", strconv.FormatUint(n, 10))
-	content := NewContent(seed, int64(n))
-	buf := bufferPool.Get().(*buffers)
-	defer bufferPool.Put(buf)
-	if ms == 0 {
-		_, _ = io.CopyBuffer(struct{ io.Writer }{w}, content, buf.want)
-		return
-	}
-	const piece = 20 * time.Millisecond
-	pieces := max(1, int64(time.Duration(ms)*time.Millisecond/piece))
-	tick := time.NewTicker(piece)
-	defer tick.Stop()
-	for range pieces {
-		if _, err := io.CopyBuffer(struct{ io.Writer }{w}, io.LimitReader(content, (int64(n)+pieces-1)/pieces), buf.want); err != nil {
-			return
-		}
-		w.(http.Flusher).Flush()
-		select {
-		case <-tick.C:
-		case <-r.Context().Done():
-			return
-		}
-	}
-}
-
 // serveStream answers /stream?seconds=S: a line every 100 ms.
 func (s *Server) serveStream(w http.ResponseWriter, r *http.Request) {
-	seconds, ok := number(w, "seconds", r.FormValue("seconds"), 10, 1, maxSeconds)
+	seconds, ok := content.Number(w, "seconds", r.FormValue("seconds"), 10, 1, content.MaxSeconds)
 	if !ok {
 		return
 	}
@@ -166,7 +110,7 @@ func (s *Server) serveStream(w http.ResponseWriter, r *http.Request) {
 
 // serveSlow answers /slow?seconds=S: one line after S seconds.
 func (s *Server) serveSlow(w http.ResponseWriter, r *http.Request) {
-	seconds, ok := number(w, "seconds", r.FormValue("seconds"), 2, 0, maxSeconds)
+	seconds, ok := content.Number(w, "seconds", r.FormValue("seconds"), 2, 0, content.MaxSeconds)
 	if !ok {
 		return
 	}

@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"instar/dispatch"
+	"instar/internal/content"
 	"instar/internal/testutil"
 )
 
@@ -739,7 +740,7 @@ func (c *client) read(q request, began func()) error {
 		return err
 	}
 	defer resp.Body.Close()
-	return verify(resp.Body, q.seed, q.bytes, func(int64) { began() })
+	return content.Verify(resp.Body, q.seed, q.bytes, func(int64) { began() })
 }
 
 // The generation's numbers are those of the group.

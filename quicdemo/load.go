@@ -16,6 +16,8 @@ import (
 
 	"github.com/quic-go/quic-go"
 	"github.com/quic-go/quic-go/http3"
+
+	"instar/internal/content"
 )
 
 // LoadConfig configures Load. Only Addr has to be set; of the numbers, zero
@@ -124,9 +126,9 @@ func (cfg *LoadConfig) complete() (*net.UDPAddr, error) {
 	pick(&cfg.HandshakeTimeout, 10*time.Second)
 	pick(&cfg.IdleTimeout, 10*time.Second)
 	pick(&cfg.RequestTimeout, 20*time.Second)
-	if cfg.MinBytes < 1 || cfg.MaxBytes < cfg.MinBytes || max(cfg.MaxBytes, cfg.LargeBytes) > maxContent {
+	if cfg.MinBytes < 1 || cfg.MaxBytes < cfg.MinBytes || max(cfg.MaxBytes, cfg.LargeBytes) > content.Max {
 		return nil, fmt.Errorf("check configuration: downloads of %d to %d and %d bytes; use 1 to %d, in order",
-			cfg.MinBytes, cfg.MaxBytes, cfg.LargeBytes, maxContent)
+			cfg.MinBytes, cfg.MaxBytes, cfg.LargeBytes, content.Max)
 	}
 	if cfg.Connections > 0 && cfg.RequestsPerSecond == 0 {
 		return nil, errors.New("check configuration: persistent connections without requests")

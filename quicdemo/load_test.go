@@ -16,6 +16,7 @@ import (
 
 	"github.com/quic-go/quic-go"
 
+	"instar/internal/content"
 	"instar/internal/testutil"
 )
 
@@ -303,7 +304,7 @@ func TestLoadConfiguration(t *testing.T) {
 	for _, cfg := range []LoadConfig{
 		{}, {Addr: "x"}, {Addr: "127.0.0.1:0"},
 		{Addr: "127.0.0.1:1", MinBytes: 10, MaxBytes: 5},
-		{Addr: "127.0.0.1:1", MaxBytes: maxContent + 1},
+		{Addr: "127.0.0.1:1", MaxBytes: content.Max + 1},
 		{Addr: "127.0.0.1:1", RequestsPerSecond: -1},
 		{Addr: "127.0.0.1:1", IdleTimeout: -1},
 	} {
@@ -350,7 +351,7 @@ func TestLoadCertificate(t *testing.T) {
 
 func TestClassify(t *testing.T) {
 	for want, err := range map[string]error{
-		"corrupt_body":        errCorrupt,
+		"corrupt_body":        content.ErrCorrupt,
 		"http_status":         errStatus(500),
 		"stateless_reset":     &quic.StatelessResetError{},
 		"handshake_timeout":   &quic.HandshakeTimeoutError{},

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"math/rand/v2"
 	"slices"
 	"strings"
 	"sync"
@@ -17,6 +16,9 @@ import (
 
 	"github.com/quic-go/quic-go"
 	"github.com/quic-go/quic-go/http3"
+
+	"instar/internal/content"
+	"instar/internal/latency"
 )
 
 // Result is what a run of Load found.
@@ -76,11 +78,7 @@ type ZeroRTT struct {
 }
 
 // Latency is in milliseconds.
-type Latency struct {
-	P50 float64 `json:"p50"`
-	P99 float64 `json:"p99"`
-	Max float64 `json:"max"`
-}
+type Latency = latency.Summary
 
 // Loss is one loss.
 type Loss struct {
@@ -150,8 +148,8 @@ const maxExamples = 10
 type recorder struct {
 	mu         sync.Mutex
 	result     Result
-	handshakes reservoir
-	requests   reservoir
+	handshakes latency.Reservoir
+	requests   latency.Reservoir
 	window     Sample
 }
 
@@ -174,7 +172,7 @@ func (r *recorder) handshake(took time.Duration) {
 	defer r.mu.Unlock()
 	r.result.Connections++
 	r.window.Handshakes++
-	r.handshakes.add(took)
+	r.handshakes.Add(took)
 }
 
 // request records a success; took 0 is left out of the latencies.
@@ -186,7 +184,7 @@ func (r *recorder) request(generation uint32, bytes int64, took time.Duration) {
 	r.result.Bytes += bytes
 	r.window.Requests[generation]++
 	if took > 0 {
-		r.requests.add(took)
+		r.requests.Add(took)
 	}
 }
 
@@ -248,38 +246,9 @@ func (r *recorder) finish(took time.Duration) *Result {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.result.Seconds = took.Seconds()
-	r.result.Handshake = r.handshakes.latency()
-	r.result.Request = r.requests.latency()
+	r.result.Handshake = r.handshakes.Summary()
+	r.result.Request = r.requests.Summary()
 	return &r.result
-}
-
-// reservoir is a uniform sample of durations with their exact maximum.
-type reservoir struct {
-	seen int
-	kept []time.Duration
-	max  time.Duration
-}
-
-const reservoirSize = 1 << 17
-
-func (v *reservoir) add(d time.Duration) {
-	v.seen++
-	v.max = max(v.max, d)
-	if len(v.kept) < reservoirSize {
-		v.kept = append(v.kept, d)
-	} else if i := rand.IntN(v.seen); i < reservoirSize {
-		v.kept[i] = d
-	}
-}
-
-func (v *reservoir) latency() Latency {
-	if v.seen == 0 {
-		return Latency{}
-	}
-	slices.Sort(v.kept)
-	ms := func(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
-	at := func(q float64) float64 { return ms(v.kept[int(q*float64(len(v.kept)-1))]) }
-	return Latency{P50: at(0.5), P99: at(0.99), Max: ms(v.max)}
 }
 
 // errStatus is an answer that is not 200.
@@ -301,7 +270,7 @@ func classify(err error) string {
 		errno     syscall.Errno
 	)
 	switch {
-	case errors.Is(err, errCorrupt):
+	case errors.Is(err, content.ErrCorrupt):
 		return "corrupt_body"
 	case errors.As(err, &status):
 		return "http_status"
