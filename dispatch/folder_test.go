@@ -48,7 +48,17 @@ func TestListPassesOverWhatIsNoGroup(t *testing.T) {
 	if err != nil || len(list) != 1 || list[0].Path != g.Path() {
 		t.Errorf("List: %+v, %v", list, err)
 	}
-	if _, err := dispatch.List(t.TempDir()); !errors.Is(err, dispatch.ErrNoBPFFS) {
-		t.Errorf("List of another file system: %v", err)
+}
+
+// TestListNeedsBPFFS: a root that is not there yet is empty only where a group could be made.
+func TestListNeedsBPFFS(t *testing.T) {
+	w := newWorld(t)
+	if list, err := dispatch.List(w.root); err != nil || len(list) > 0 {
+		t.Errorf("List without a group: %+v, %v", list, err)
+	}
+	other := t.TempDir()
+	for root, mount := range map[string]string{other: filepath.Dir(other), other + "/instar": other, other + "/x/instar": other + "/x"} {
+		_, err := dispatch.List(root)
+		wantRefused(t, root, err, "no-bpffs", "list groups: no bpffs: "+root+" is not on a bpffs; mount one with: mount -t bpf bpf "+mount)
 	}
 }

@@ -14,7 +14,8 @@ import (
 )
 
 // List finds the groups below a root, in all network namespaces. A group that cannot be
-// read is listed with its error. No root, or an empty one, is an empty list.
+// read is listed with its error. An empty root, or none yet on a bpffs, is an empty list;
+// without a bpffs it is ErrNoBPFFS.
 func List(root string) ([]Entry, error) {
 	if root == "" {
 		root = DefaultRoot
@@ -23,8 +24,8 @@ func List(root string) ([]Entry, error) {
 	if err != nil {
 		return nil, err
 	}
-	if on, err := bpffs.IsBPFFS(root); err == nil && !on {
-		return nil, fmt.Errorf("list groups: %w: %s is not on a bpffs", ErrNoBPFFS, root)
+	if err := checkRoot(root); errors.Is(err, ErrNoBPFFS) {
+		return nil, fmt.Errorf("list groups: %w", err)
 	}
 	namespaces, err := os.ReadDir(root)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -182,19 +182,28 @@ func openTable(dir string, m *ebpf.Map) (table, error) {
 	return t, nil
 }
 
-// namespaceFolder makes the folder of a network namespace below the root.
-func namespaceFolder(root, namespace string) (string, error) {
-	parent := filepath.Dir(root)
-	on, err := bpffs.IsBPFFS(root)
-	if errors.Is(err, fs.ErrNotExist) {
-		on, err = bpffs.IsBPFFS(parent)
+// checkRoot refuses a root that is not on a bpffs, or would not be.
+func checkRoot(root string) error {
+	at := filepath.Clean(root)
+	on, err := bpffs.IsBPFFS(at)
+	for errors.Is(err, fs.ErrNotExist) && at != filepath.Dir(at) {
+		at = filepath.Dir(at)
+		on, err = bpffs.IsBPFFS(at)
 	}
-	if errors.Is(err, fs.ErrNotExist) || err == nil && !on {
-		return "", fmt.Errorf("create group: %w: %s is not on a bpffs; mount one with: mount -t bpf bpf %s",
-			ErrNoBPFFS, root, mountPointFor(parent))
+	if err == nil && !on {
+		return fmt.Errorf("%w: %s is not on a bpffs; mount one with: mount -t bpf bpf %s",
+			ErrNoBPFFS, root, mountPointFor(filepath.Dir(root)))
 	}
 	if err != nil {
-		return "", fmt.Errorf("create group: look at %s: %w", root, err)
+		return fmt.Errorf("look at %s: %w", root, err)
+	}
+	return nil
+}
+
+// namespaceFolder makes the folder of a network namespace below the root.
+func namespaceFolder(root, namespace string) (string, error) {
+	if err := checkRoot(root); err != nil {
+		return "", fmt.Errorf("create group: %w", err)
 	}
 	dir := filepath.Join(root, namespace)
 	for _, d := range []string{root, dir} {

@@ -38,7 +38,8 @@ func shortName(e dispatch.Entry) string {
 // resolve finds the group that the command line names.
 func (a *app) resolve(name string) (dispatch.Entry, error) {
 	entries, err := dispatch.List(a.root)
-	if err != nil {
+	// A path may lie below another root.
+	if err != nil && !(filepath.IsAbs(name) && errors.Is(err, dispatch.ErrNoBPFFS)) {
 		return dispatch.Entry{}, err
 	}
 	var found []dispatch.Entry
@@ -62,7 +63,6 @@ func (a *app) resolve(name string) (dispatch.Entry, error) {
 		return found[0], nil
 	case 0:
 		if filepath.IsAbs(name) {
-			// A path may lie below another root.
 			return dispatch.Entry{Path: filepath.Clean(name), Name: filepath.Base(name),
 				Netns: filepath.Base(filepath.Dir(filepath.Clean(name)))}, nil
 		}
