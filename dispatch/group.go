@@ -140,6 +140,9 @@ func create(o Options, k key, namespace string, prefix int, owner *Owner) error 
 	if err := lacksCapabilities(); err != nil {
 		return fmt.Errorf("create group: %w", err)
 	}
+	if _, err := k.deviceIndex(); err != nil {
+		return fmt.Errorf("create group: %w", err)
+	}
 	parent, err := namespaceFolder(o.Root, namespace)
 	if err != nil {
 		return err

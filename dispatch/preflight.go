@@ -71,13 +71,9 @@ func (g *Group) rivals() ([]rival, error) {
 		g.log.Warn("cannot see who else is at the address", "group", g.key.String(), "err", err)
 		return nil, nil
 	}
-	device := 0
-	if g.key.device != "" {
-		i, err := net.InterfaceByName(g.key.device)
-		if err != nil {
-			return nil, fmt.Errorf("find device %s: %w; create it first, or correct the name", g.key.device, err)
-		}
-		device = i.Index
+	device, err := g.key.deviceIndex()
+	if err != nil {
+		return nil, err
 	}
 	ours := g.cookies()
 	strangers := slices.DeleteFunc(sockets, func(s sockdiag.Socket) bool {
@@ -112,6 +108,21 @@ func (g *Group) rivals() ([]rival, error) {
 		rivals = append(rivals, r)
 	}
 	return rivals, nil
+}
+
+// deviceIndex is the number of the group's device, 0 when it has none.
+func (k key) deviceIndex() (int, error) {
+	if k.device == "" {
+		return 0, nil
+	}
+	i, err := net.InterfaceByName(k.device)
+	if err == nil {
+		return i.Index, nil
+	}
+	if _, ok := errors.AsType[unix.Errno](err); !ok {
+		err = unix.ENODEV // package net has no error of its own to compare with
+	}
+	return 0, fmt.Errorf("find device %s: %w; create it first, or correct the name", k.device, err)
 }
 
 // reason says why a socket is in the way, and what to do about it.

@@ -451,8 +451,10 @@ func TestAddressThatCannotBeBound(t *testing.T) {
 			o := w.options("127.0.0.1:4433")
 			o.Device = "nope0"
 			_, err := dispatch.Open(o)
-			wantRefused(t, "Open", err, "", "nope0", "no such network interface", "create it first, or correct the name")
-			if entries, err := filepath.Glob(w.root + "/*/*"); err != nil || len(entries) > 0 {
+			wantRefused(t, "Open", err, "", "find device nope0: no such device", "create it first, or correct the name")
+			_, err = dispatch.Prepare(o, dispatch.Owner{})
+			wantRefused(t, "Prepare", err, "", "create group: find device nope0: no such device", "create it first, or correct the name")
+			if entries, err := filepath.Glob(w.root + "*"); err != nil || len(entries) > 0 {
 				t.Errorf("left behind: %v, %v", entries, err)
 			}
 		})

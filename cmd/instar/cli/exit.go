@@ -29,7 +29,8 @@ const exitCodesHelp = `Exit codes of every command:
     0  done, also when there was nothing to do any more
     1  failed; for "instar demo": something was lost
     2  wrong usage: an unknown command or flag, a missing or ambiguous argument
-    3  not permitted, or the machine lacks something (capability, bpffs, kernel)
+    3  not permitted, or the machine lacks something (capability, bpffs, device,
+       kernel)
     4  not found: no such group or generation
     5  refused: the group's state does not allow it; the message says what to do
   130  interrupted (SIGINT or SIGTERM) before it was done
@@ -81,6 +82,7 @@ var causes = []struct {
 	{dispatch.ErrNoBPFFS, exitEnvironment},
 	{dispatch.ErrNotSupported, exitEnvironment},
 	{fs.ErrPermission, exitEnvironment},
+	{unix.ENODEV, exitEnvironment},
 	{unix.ENOSYS, exitEnvironment},
 	{unix.EOPNOTSUPP, exitEnvironment},
 	{dispatch.ErrNotExist, exitNotFound},

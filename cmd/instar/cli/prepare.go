@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"instar/dispatch"
 )
@@ -26,9 +27,11 @@ that user with no capability at all can then join, upgrade and drain.
 
 It is made for the privileged step in front of a service, such as
 ExecStartPre=+/usr/bin/instar prepare --owner www --service web :443
-A group that exists already keeps its sizes and generations.`,
+A group that exists already keeps its sizes and generations, and gets the owner
+that is named. What that changes, or leaves against the flags, is noted on the
+standard error.`,
 		Args: args("ADDRESS"),
-		RunE: func(_ *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) error {
 			if owner == "" {
 				return usagef("prepare: missing --owner USER[:GROUP], the user that the server runs as")
 			}
@@ -43,9 +46,13 @@ A group that exists already keeps its sizes and generations.`,
 			if o.Service == "" {
 				return usagef("prepare: missing --service NAME: only the service of that name joins the group; a server's is its Options.Service, by default the name of its executable")
 			}
+			before := a.existing()
 			path, err := dispatch.Prepare(o, who)
 			if err != nil {
 				return fmt.Errorf("prepare %s: %w", args[0], err)
+			}
+			if was, ok := before[path]; ok {
+				a.noteKept(cmd, was, who)
 			}
 			a.printf("%s", path)
 			return nil
@@ -61,6 +68,54 @@ A group that exists already keeps its sizes and generations.`,
 	f.IntVar(&o.Workers, "workers", dispatch.DefaultWorkers, "room for `n` sockets of each generation, 1 to 256")
 	f.IntVar(&o.FlowEntries, "flow-entries", dispatch.DefaultFlowEntries, "room for `n` remembered flows, 64 to 16777216")
 	return cmd
+}
+
+// existing is a group as it was before "prepare".
+type existing struct {
+	dispatch.Entry
+	owner dispatch.Owner
+}
+
+// existing finds the groups by their folders. It is for a note: what is wrong
+// with them, Prepare says.
+func (a *app) existing() map[string]existing {
+	found := map[string]existing{}
+	entries, err := dispatch.List(a.root)
+	if err != nil {
+		return found
+	}
+	for _, e := range entries {
+		var st unix.Stat_t
+		if e.Snapshot != nil && unix.Stat(e.Path, &st) == nil {
+			found[e.Path] = existing{e, dispatch.Owner{UID: int(st.Uid), GID: int(st.Gid)}}
+		}
+	}
+	return found
+}
+
+// noteKept tells what "prepare" left as it was although a flag says otherwise,
+// and what it changed under the servers of a group.
+func (a *app) noteKept(cmd *cobra.Command, was existing, owner dispatch.Owner) {
+	var kept []string
+	for _, size := range []struct {
+		flag string
+		has  int
+	}{
+		{"max-generations", was.Snapshot.MaxGenerations}, {"workers", was.Snapshot.MaxWorkers}, {"flow-entries", was.Snapshot.FlowEntries},
+	} {
+		if f := cmd.Flags().Lookup(size.flag); f.Changed && f.Value.String() != strconv.Itoa(size.has) {
+			kept = append(kept, fmt.Sprintf("--%s %d, not %s", size.flag, size.has, f.Value))
+		}
+	}
+	name := shortName(was.Entry)
+	if len(kept) > 0 {
+		fmt.Fprintf(a.env.Stderr, "note: group %s exists and keeps its sizes: %s; to change them stop its servers, "+
+			"run \"instar forget %s\" and prepare it again\n", name, strings.Join(kept, "; "), name)
+	}
+	if was.owner != owner {
+		fmt.Fprintf(a.env.Stderr, "note: group %s belonged to %d:%d and now belongs to %d:%d; servers of the former owner "+
+			"cannot change it any more\n", name, was.owner.UID, was.owner.GID, owner.UID, owner.GID)
+	}
 }
 
 // lookupOwner reads USER[:GROUP]. Without a group it is the user's own.
