@@ -39,7 +39,8 @@ another port in mid-flow.
 
 Progress goes to the standard error, a table to the standard output, a timeline
 to an HTML page. The exit code is 1 when anything was lost; with --compare only
-the run of instar counts.`,
+the run of instar counts. Ctrl-C ends it early: the table has what was measured
+until then, there is no page, and the exit code is 130.`,
 		Example: `  sudo instar demo
   sudo instar demo --compare
   sudo instar demo --upgrades 20 --connections 1000 --json`,
@@ -113,22 +114,18 @@ func (a *app) demo(o demo.Options, html string) error {
 	var environment *demo.EnvironmentError
 	switch {
 	case errors.Is(err, context.Canceled):
-		return fmt.Errorf("demo: %w", errInterrupted)
+		interrupted := fmt.Errorf("demo: %w", errInterrupted)
+		if len(report.Runs) == 0 {
+			return interrupted
+		}
+		return errors.Join(a.printReport(&report), interrupted)
 	case errors.As(err, &environment):
 		return &codeError{exitEnvironment, fmt.Errorf("demo: %w", err)}
 	case err != nil:
 		return fmt.Errorf("demo: %w", err)
 	}
 
-	if a.json {
-		err = a.printJSON(struct {
-			Version int `json:"version"`
-			demo.Report
-		}{jsonVersion, report})
-	} else {
-		err = demo.WriteTable(a.env.Stdout, &report)
-	}
-	if err != nil {
+	if err := a.printReport(&report); err != nil {
 		return err
 	}
 	if html != "" {
@@ -149,6 +146,16 @@ func (a *app) demo(o demo.Options, html string) error {
 	default:
 		return fmt.Errorf("demo: %s: %s", run.Method, strings.Join(run.Problems, "; "))
 	}
+}
+
+func (a *app) printReport(report *demo.Report) error {
+	if !a.json {
+		return demo.WriteTable(a.env.Stdout, report)
+	}
+	return a.printJSON(struct {
+		Version int `json:"version"`
+		*demo.Report
+	}{jsonVersion, report})
 }
 
 // probePage finds out whether the page can be written, and leaves no trace.

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -19,11 +20,12 @@ import (
 	"instar/internal/testutil"
 )
 
-// TestDemoInterrupted checks that nothing is left of a demo that was ended
-// early: no process, no mount, no file.
+// TestDemoInterrupted checks that a demo that was ended early says what it
+// measured, and that nothing is left of it: no process, no mount, no file.
 func TestDemoInterrupted(t *testing.T) {
 	testutil.NeedRoot(t)
 	bin := commands(t)
+	measured := regexp.MustCompile(`(?s)\n +failed requests +0\n.*\ninstar: interrupted after \d+\.\d s, (nothing lost|no request was served) until then\.\n$`)
 	for name, signal := range map[string]unix.Signal{"INT": unix.SIGINT, "TERM": unix.SIGTERM, "KILL": unix.SIGKILL} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
@@ -33,6 +35,8 @@ func TestDemoInterrupted(t *testing.T) {
 			}
 			cmd := exec.CommandContext(t.Context(), filepath.Join(bin, "instar"), "demo", "--connections", "10", "--rate", "5")
 			cmd.Dir, cmd.Env = cwd, append(os.Environ(), "TMPDIR="+tmp)
+			var stdout bytes.Buffer
+			cmd.Stdout = &stdout
 			stderr, err := cmd.StderrPipe()
 			if err != nil {
 				t.Fatal(err)
@@ -60,6 +64,9 @@ func TestDemoInterrupted(t *testing.T) {
 			if signal != unix.SIGKILL {
 				if got := cmd.ProcessState.ExitCode(); got != exitInterrupted || last != "instar: demo: interrupted" {
 					t.Errorf("exit code %d, last line %q", got, last)
+				}
+				if !measured.Match(stdout.Bytes()) {
+					t.Errorf("the table: %s", stdout.Bytes())
 				}
 			}
 			// Nobody waits for the sandbox of a command that was killed.

@@ -61,7 +61,7 @@ func (d *document) report() Report {
 	return r
 }
 
-// failure is an error that ends the demo before there is a report.
+// failure is an error that ends the demo before there is a whole report.
 type failure struct {
 	Text string `json:"text"`
 	// Environment says that the machine lacks something.

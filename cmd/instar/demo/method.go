@@ -18,6 +18,9 @@ const (
 	drainPatience = drainDeadline + 10*time.Second
 	stopPatience  = time.Second
 	loadPatience  = 30 * time.Second
+	// lastPatience is how long the requests under way may take when the run is
+	// interrupted.
+	lastPatience = 3 * time.Second
 )
 
 // listen is where the servers of the sandbox listen.
@@ -47,8 +50,15 @@ type runner struct {
 	killed   atomic.Bool    // what ends now is not the servers' doing
 }
 
+// loaded is what the load found.
+type loaded struct {
+	result *quicdemo.Result
+	err    error
+}
+
 // runMethod replaces a server under load as often as the options say. An error
-// means that there is no result; losses are in the result.
+// means that there is no result, unless the result says that it was interrupted;
+// losses are in the result.
 func runMethod(ctx context.Context, m Method, o Options, self [2]string, root string, st *starter, out *sender) (Result, error) {
 	r := &runner{method: m, o: o, root: root, self: self, starter: st, out: out, load: load}
 	return r.do(ctx)
@@ -81,14 +91,10 @@ func (r *runner) do(ctx context.Context) (Result, error) {
 		background.Go(func() { r.watchGroup(watch) })
 	}
 
-	type loaded struct {
-		result *quicdemo.Result
-		err    error
-	}
 	result := make(chan loaded, 1)
 	loadCtx, cancelLoad := context.WithTimeout(ctx, o.Duration+loadPatience)
 	defer cancelLoad()
-	// When the run is given up, so is the load: it would wait for answers that
+	// When the run is given up, so is the load: it might wait for answers that
 	// do not come, and this process is about to end.
 	go func() {
 		found, err := r.load(loadCtx, o, r.sample)
@@ -102,11 +108,11 @@ func (r *runner) do(ctx context.Context) (Result, error) {
 			begin = time.Now().Add(shortestInterval)
 		}
 		if err := sleepUntil(ctx, begin); err != nil {
-			return Result{}, err
+			return r.interrupted(ctx, result)
 		}
 		next, err := r.upgrade(ctx, current)
 		if ctx.Err() != nil {
-			return Result{}, ctx.Err()
+			return r.interrupted(ctx, result)
 		}
 		if err != nil {
 			r.fail("upgrade %d: %v", i+1, err)
@@ -120,7 +126,7 @@ func (r *runner) do(ctx context.Context) (Result, error) {
 	select {
 	case l = <-result:
 	case <-ctx.Done():
-		return Result{}, ctx.Err()
+		return r.interrupted(ctx, result)
 	}
 	if l.err != nil {
 		return Result{}, fmt.Errorf("load: %w", l.err)
@@ -132,14 +138,33 @@ func (r *runner) do(ctx context.Context) (Result, error) {
 	stopWatch()
 	background.Wait()
 	if ctx.Err() != nil {
-		return Result{}, ctx.Err()
+		r.run.Interrupted = true
+		return r.result(), ctx.Err()
 	}
 	r.release()
 	return r.result(), nil
 }
 
+// interrupted is the result up to here. The load makes no more requests since ctx
+// ended, and the servers run on until those that are under way have ended too:
+// nothing is counted as lost that would not have been.
+func (r *runner) interrupted(ctx context.Context, result <-chan loaded) (Result, error) {
+	select {
+	case l := <-result:
+		if l.err != nil {
+			return Result{}, ctx.Err()
+		}
+		r.mu.Lock()
+		r.run.Result, r.run.Interrupted = *l.result, true
+		r.mu.Unlock()
+		return r.result(), ctx.Err()
+	case <-time.After(lastPatience):
+		return Result{}, ctx.Err()
+	}
+}
+
 // start starts the next server and waits until it serves. One that does not is
-// gone when start returns.
+// gone when start returns, unless ctx ended.
 func (r *runner) start(ctx context.Context) (*server, error) {
 	r.mu.Lock()
 	number := uint32(len(r.servers) + 1)
@@ -155,6 +180,9 @@ func (r *runner) start(ctx context.Context) (*server, error) {
 	r.info = append(r.info, Process{Number: number, PID: s.cmd.Process.Pid, Started: r.at(began)})
 	r.mu.Unlock()
 	if err := s.waitReady(ctx, readyPatience); err != nil {
+		if ctx.Err() != nil {
+			return nil, ctx.Err() // it may serve already, and is killed with the others
+		}
 		s.kill()
 		r.end(s)
 		return nil, err

@@ -181,3 +181,33 @@ func TestRunInterrupted(t *testing.T) {
 		t.Errorf("what we killed is blamed: %s", out.String())
 	}
 }
+
+// TestRunInterruptedKeepsResult checks that what was measured is not thrown away
+// when a run is told to end, and that requests under way still find the server.
+func TestRunInterruptedKeepsResult(t *testing.T) {
+	fakeServer(t, serving)
+	st := newStarter()
+	defer st.stop()
+	ctx, cancel := context.WithCancel(t.Context())
+	var r *runner
+	r = &runner{method: MethodReuseport, o: Options{Upgrades: 1, Duration: time.Hour}, self: shell, starter: st, out: newSender(&bytes.Buffer{}),
+		load: func(ctx context.Context, _ Options, sample func(quicdemo.Sample)) (*quicdemo.Result, error) {
+			sample(quicdemo.Sample{At: step, Requests: map[uint32]int{1: 7}})
+			cancel()
+			<-ctx.Done()
+			if r.servers[0].wait(t.Context(), 50*time.Millisecond) {
+				t.Error("the server ended before the load")
+			}
+			return &quicdemo.Result{Requests: 8, Seconds: 1}, nil
+		}}
+	got, err := r.do(ctx)
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v", err)
+	}
+	if !got.Interrupted || got.Requests != 8 || got.ServerFailures != 0 || len(got.Timeline) != 1 || len(got.Servers) != 1 {
+		t.Errorf("%+v", got)
+	}
+	if !r.servers[0].wait(t.Context(), 0) {
+		t.Error("the server is left")
+	}
+}

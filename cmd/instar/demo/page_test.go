@@ -145,6 +145,31 @@ func TestWriteTable(t *testing.T) {
 	}
 }
 
+// TestWriteTableInterrupted checks that a table says what it is not the whole of.
+func TestWriteTableInterrupted(t *testing.T) {
+	for _, c := range []struct {
+		change func(*Report)
+		want   string
+	}{
+		{func(r *Report) { r.Runs[0].Interrupted = true; r.Runs = r.Runs[:1] },
+			"\n\ninstar: interrupted after 3.0 s, nothing lost until then.\n"},
+		{func(r *Report) { r.Runs[1].Interrupted = true },
+			"\n\ninstar: nothing lost.\nrestart: interrupted after 3.0 s.\n"},
+		{func(r *Report) { r.Runs = r.Runs[1:]; r.Runs[0].Interrupted = true },
+			"\n\nrestart: interrupted after 3.0 s, 1,008 lost until then.\n"},
+	} {
+		report := testReport()
+		c.change(report)
+		var buf bytes.Buffer
+		if err := WriteTable(&buf, report); err != nil {
+			t.Fatal(err)
+		}
+		if text := buf.String(); !strings.HasSuffix(text, c.want) {
+			t.Errorf("no %q in\n%s", c.want, text)
+		}
+	}
+}
+
 // TestMessages checks that a report survives the way from the sandbox.
 func TestMessages(t *testing.T) {
 	want := testReport()

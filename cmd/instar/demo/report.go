@@ -26,6 +26,9 @@ type Host struct {
 // Result is one method under load.
 type Result struct {
 	Method Method `json:"method"`
+	// Interrupted says that the run was ended early: all else is what was measured
+	// until then.
+	Interrupted bool `json:"interrupted,omitempty"`
 	// Upgrades is how many were completed.
 	Upgrades int `json:"upgrades"`
 	// Result is what the load client saw.

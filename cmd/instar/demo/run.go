@@ -49,7 +49,8 @@ type Hooks struct {
 }
 
 // Run starts the sandbox, waits for it and returns its report. Before it
-// returns every process it started has ended. It needs root. ctx ends it early.
+// returns every process it started has ended. It needs root. ctx ends it early:
+// the report then comes with ctx's error, and has what was measured so far.
 func Run(ctx context.Context, o Options, h Hooks) (Report, error) {
 	if os.Geteuid() != 0 {
 		return Report{}, &EnvironmentError{"needs root: it makes a network namespace of its own and loads a kernel program there; run it with sudo"}
@@ -125,7 +126,11 @@ func Run(ctx context.Context, o Options, h Hooks) (Report, error) {
 	waitErr := cmd.Wait()
 	switch {
 	case ctx.Err() != nil:
-		return Report{}, fmt.Errorf("interrupted: %w", ctx.Err())
+		report := Report{}
+		if doc != nil {
+			report = doc.report()
+		}
+		return report, fmt.Errorf("interrupted: %w", ctx.Err())
 	case fail != nil && fail.Environment:
 		return Report{}, &EnvironmentError{fail.Text}
 	case fail != nil:

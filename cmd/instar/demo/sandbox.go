@@ -30,6 +30,9 @@ func Sandbox(ctx context.Context, self [2]string, args []string) int {
 	s := newSender(out)
 	report, err := sandbox(ctx, self, s, dir, options)
 	if err != nil {
+		if len(report.Runs) > 0 {
+			s.send(message{Report: newDocument(report)})
+		}
 		var env *EnvironmentError
 		s.send(message{Fail: &failure{Text: err.Error(), Environment: errors.As(err, &env)}})
 		return 1
@@ -64,6 +67,8 @@ func sandboxSetup(args []string) (out *os.File, o Options, dir string, err error
 	return os.NewFile(3, "report"), o, args[0], nil
 }
 
+// sandbox makes the runs. When ctx ends it returns an error and those that were
+// measured, the last one in part.
 func sandbox(ctx context.Context, self [2]string, s *sender, dir string, o Options) (Report, error) {
 	if err := prepareNamespaces(dir); err != nil {
 		return Report{}, err
@@ -81,7 +86,12 @@ func sandbox(ctx context.Context, self [2]string, s *sender, dir string, o Optio
 	for _, m := range o.Methods() {
 		run, err := runMethod(ctx, m, o, self, filepath.Join(dir, "instar"), starter, s)
 		switch {
-		case err != nil && m != MethodInstar && ctx.Err() == nil:
+		case err != nil && run.Interrupted:
+			report.Runs = append(report.Runs, run)
+			return report, err
+		case err != nil && ctx.Err() != nil:
+			return report, err // with the runs before
+		case err != nil && m != MethodInstar:
 			// What the others cannot do must not cost the result.
 			run = Result{Method: m, ServerFailures: 1, Problems: []string{err.Error()}}
 		case err != nil:

@@ -109,8 +109,26 @@ func WriteTable(w io.Writer, r *Report) error {
 			fmt.Fprintf(w, "  %s\n", p)
 		}
 	}
-	_, err := fmt.Fprintf(w, "\n%s: %s.\n", r.Runs[0].Method, strings.ToLower(verdict(&r.Runs[0])))
-	return err
+	fmt.Fprintln(w)
+	for i := range r.Runs {
+		run, found := &r.Runs[i], ""
+		if i == 0 {
+			found = strings.ToLower(verdict(run))
+		}
+		if run.Interrupted {
+			if found != "" {
+				found = ", " + found + " until then"
+			}
+			found = fmt.Sprintf("interrupted after %.1f s%s", run.Seconds, found)
+		}
+		if found == "" {
+			continue
+		}
+		if _, err := fmt.Fprintf(w, "%s: %s.\n", run.Method, found); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // group writes a number with commas between its thousands.
