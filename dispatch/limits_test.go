@@ -203,7 +203,7 @@ func TestManyGenerations(t *testing.T) {
 	w.use(c, flows...)
 	w.wantCounts(g, "all of them", nil, counts{"new": limit, "owner": limit})
 	_, err := g.Join(1)
-	wantRefused(t, "Join", err, "full", "all 256 slots", "instar drain GROUP 1 --deadline 0s")
+	wantRefused(t, "Join", err, "full", "all 256 slots", "instar drain "+g.Path()+" 1 --deadline 0s")
 	s := w.snapshot(g)
 	if len(s.Generations) != limit || s.Active != limit {
 		t.Fatalf("%d generations, active %d", len(s.Generations), s.Active)
