@@ -298,6 +298,11 @@ func replace(temp, path string, living bool) (owner int, err error) {
 		return 0, err
 	}
 	defer func() { _ = unlockAndClose(old) }() // it was only read
+	return replaceOpen(old, temp, path, living)
+}
+
+// replaceOpen is replace when there is a file at the path, old.
+func replaceOpen(old *os.File, temp, path string, living bool) (owner int, err error) {
 	if owner, err = parse(old); err != nil {
 		return 0, err
 	}

@@ -348,6 +348,28 @@ func startAtOnce(t *testing.T, stale bool) {
 	}
 }
 
+// Between the look at a stale file and its lock somebody else may have started.
+func TestReplacedMeanwhile(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "app.pid")
+	put(t, path, "1\n")
+	stale, err := open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := startOwner(t, path)
+	temp := path + ".new"
+	put(t, temp, "2\n")
+	for _, living := range []bool{false, true} {
+		if _, err := replaceOpen(stale, temp, path, living); !errors.Is(err, errChanged) {
+			t.Errorf("living %t: %v, want %v", living, err, errChanged)
+		}
+	}
+	if err := errors.Join(os.Remove(temp), unlockAndClose(stale)); err != nil {
+		t.Fatal(err)
+	}
+	check(t, path, p.PID, true)
+}
+
 // Predecessors leave while successors come: the last successor's file stays.
 func TestRemoveWhileReplaced(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "app.pid")
