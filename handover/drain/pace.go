@@ -46,9 +46,9 @@ type budget struct {
 
 func (b *budget) refill(now time.Time) {
 	if !b.last.IsZero() {
-		b.credit += b.rate * now.Sub(b.last).Seconds()
+		share := b.rate * now.Sub(b.last).Seconds()
 		// What was not used earlier is no right to a burst.
-		b.credit = min(b.credit, max(1, b.rate*(now.Sub(b.last)+tick).Seconds()))
+		b.credit = min(b.credit+share, share+1)
 	}
 	b.last = now
 }
