@@ -307,14 +307,19 @@ func removeAside(dir string) error {
 	return nil
 }
 
-// give makes a user the owner of a group's folder and pins.
+// give makes a user the owner of a group's folder and pins. The folder comes last, so
+// that whoever owns it has had all of it.
 func give(dir string, owner Owner) error {
+	from, _, err := owners(dir)
+	if err != nil {
+		return fmt.Errorf("give group to uid %d: %w", owner.UID, err)
+	}
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return fmt.Errorf("give group to uid %d: %w", owner.UID, err)
 	}
 	for _, e := range entries {
-		if err := os.Chown(filepath.Join(dir, e.Name()), owner.UID, owner.GID); err != nil {
+		if err := givePin(filepath.Join(dir, e.Name()), from, owner); err != nil {
 			return fmt.Errorf("give group to uid %d: %w", owner.UID, err)
 		}
 		step("give pin")
@@ -326,15 +331,36 @@ func give(dir string, owner Owner) error {
 	return nil
 }
 
-// removePins removes a group's folder. Objects live on in the processes that
-// have them open.
+// givePin gives away what the folder's owner has. He may have put links there, to what
+// is not his.
+func givePin(path string, from int, owner Owner) error {
+	fd, err := unix.Open(path, unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return &fs.PathError{Op: "open", Path: path, Err: err}
+	}
+	defer func() { _ = unix.Close(fd) }()
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return &fs.PathError{Op: "stat", Path: path, Err: err}
+	}
+	if uid := int(st.Uid); uid != from && uid != owner.UID {
+		return fmt.Errorf("%w: %s belongs to uid %d and the group to uid %d; remove that file", ErrPermission, path, uid, from)
+	}
+	if err := unix.Fchownat(fd, "", owner.UID, owner.GID, unix.AT_EMPTY_PATH); err != nil {
+		return &fs.PathError{Op: "chown", Path: path, Err: err}
+	}
+	return nil
+}
+
+// removePins removes a group's folder, with whatever its owner put there. Objects live
+// on in the processes that have them open.
 func removePins(dir string) error {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return err
 	}
 	for _, e := range entries {
-		if err := os.Remove(filepath.Join(dir, e.Name())); err != nil {
+		if err := os.RemoveAll(filepath.Join(dir, e.Name())); err != nil {
 			return err
 		}
 		step("remove pin")

@@ -108,7 +108,7 @@ func chownLike(path, like string) error {
 	if err != nil {
 		return err
 	}
-	return os.Chown(path, uid, gid)
+	return os.Lchown(path, uid, gid) // the folder's owner may have put a link there
 }
 
 func owners(path string) (uid, gid int, err error) {
