@@ -25,6 +25,14 @@
 //	err := n.Send("MAINPID="+strconv.Itoa(successor), "READY=1")
 //	err = n.Barrier(ctx)
 //
+// At that moment the successor has to be a child of the manager, not of the
+// predecessor: it has to be started with CLONE_PARENT, or by a process in between
+// that has ended. systemd looks once, when it reads MAINPID. A main process that is
+// not its child gets no time to end: when the service is stopped it is killed right
+// after SIGTERM, unless others of the cgroup are waited for, and its crash stays
+// unnoticed as long as its parent lives. That is so for each KillMode= (seen
+// with systemd 252; src/core/service.c, main_pid_alien).
+//
 // # Socket activation
 //
 // [Inherited] takes the descriptors over, each with its name. Their order is
