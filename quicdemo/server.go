@@ -11,13 +11,14 @@ import (
 	"math"
 	"net/http"
 	"os"
-	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/quic-go/quic-go"
 	"github.com/quic-go/quic-go/http3"
+
+	"instar/internal/build"
 )
 
 // ServerConfig configures a Server. Only Addr has to be set.
@@ -140,7 +141,7 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 		cfg.Generation = 1
 	}
 	if cfg.Build == "" {
-		cfg.Build = build()
+		cfg.Build = build.ID()
 	}
 	if cfg.HandshakeGrace == 0 {
 		cfg.HandshakeGrace = 3 * time.Second
@@ -170,22 +171,6 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 		cfg.Environ = os.Environ()
 	}
 	return &Server{cfg: cfg, stop: make(chan struct{}), serving: make(chan struct{})}, nil
-}
-
-// build is the default of ServerConfig.Build.
-func build() string {
-	if info, ok := debug.ReadBuildInfo(); ok {
-		for _, s := range info.Settings {
-			if s.Key == "vcs.revision" {
-				return s.Value[:min(12, len(s.Value))]
-			}
-		}
-	}
-	// The path would show whatever lies there by now.
-	if info, err := os.Stat("/proc/self/exe"); err == nil {
-		return fmt.Sprintf("%d-%s", info.Size(), info.ModTime().UTC().Format("20060102T150405.000"))
-	}
-	return "unknown"
 }
 
 // Stop makes Run end. The last generation of a group refuses new connections,

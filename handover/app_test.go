@@ -1,0 +1,517 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package handover
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"instar/internal/testutil"
+)
+
+// appEnv makes the test binary a server: its appConfig in JSON.
+const appEnv = "HANDOVER_TEST_APP"
+
+// appConfig is the same for all generations of a server.
+type appConfig struct {
+	Dir       string // of the sockets
+	Events    string // a unixgram socket that gets appEvents
+	Build     string
+	PIDFile   string
+	Probation time.Duration
+	Timeout   time.Duration
+	// Faults is a file with the faults that are left: a process takes those of
+	// its generation when it starts.
+	Faults string
+	State  int // octets of state
+}
+
+// fault is what goes wrong in a generation.
+type fault struct {
+	Generation int
+	Step       string // of Options.step
+	Kind       faultKind
+}
+
+type faultKind string
+
+const (
+	kill    faultKind = "kill"    // SIGKILL
+	stop    faultKind = "stop"    // SIGSTOP
+	slow    faultKind = "slow"    // 300 ms
+	refuse  faultKind = "refuse"  // an error of the application
+	garbage faultKind = "garbage" // octets that are no frame
+)
+
+// appEvent is what a server tells the test.
+type appEvent struct {
+	Generation int
+	PID        int
+	What       string // "new", "ready", "superseded", "end", "fault"
+	Detail     string
+	FDs        int
+	Goroutines int
+}
+
+// appMain is the server. It answers a connection that sends "who\n" with its
+// generation and pid, again and again until the client closes.
+func appMain(text string) int {
+	var c appConfig
+	if err := json.Unmarshal([]byte(text), &c); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 2
+	}
+	events, err := net.Dial("unixgram", c.Events)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 2
+	}
+	defer events.Close()
+	var generation atomic.Int64
+	tell := func(what string, detail any) {
+		fds, _ := os.ReadDir("/proc/self/fd")
+		b, _ := json.Marshal(appEvent{int(generation.Load()), os.Getpid(), what, fmt.Sprint(detail), len(fds), 0})
+		_, _ = events.Write(b)
+	}
+	if err := app(c, &generation, tell); err != nil {
+		tell("end", err)
+		return 1
+	}
+	tell("end", "")
+	return 0
+}
+
+func app(c appConfig, generation *atomic.Int64, tell func(string, any)) error {
+	stopped := make(chan os.Signal, 1)
+	signal.Notify(stopped, syscall.SIGTERM)
+	var h *Handover
+	options := Options{
+		Name: "app", Build: c.Build, Socket: filepath.Join(c.Dir, "control"), PIDFile: c.PIDFile,
+		Probation: c.Probation, UpgradeTimeout: c.Timeout, CommitTimeout: c.Timeout,
+		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug})),
+	}
+	// A successor does not know its generation before HELLO.
+	guess := 1
+	if text, err := os.ReadFile(filepath.Join(c.Dir, "generation")); err == nil {
+		guess, _ = strconv.Atoi(string(text))
+		guess++
+	}
+	options.step = func(step string, p *peer) error {
+		number := int(generation.Load())
+		if number == 0 {
+			number = guess
+		}
+		kind := takeFault(c.Faults, number, step)
+		if kind == "" {
+			return nil
+		}
+		tell("fault", step+" "+string(kind))
+		switch kind {
+		case kill:
+			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+			select {}
+		case stop:
+			_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+			time.Sleep(time.Millisecond) // it stops before this returns
+		case slow:
+			time.Sleep(300 * time.Millisecond)
+		case refuse:
+			return errors.New("refused by the test")
+		case garbage:
+			_, _ = p.conn.Write([]byte("this is no frame"))
+		}
+		return nil
+	}
+	h, err := New(options)
+	if err != nil {
+		return err
+	}
+	defer h.Close()
+	generation.Store(int64(h.Generation()))
+	tell("new", "")
+	web, err := h.Listen("web", "tcp", c.address())
+	if err != nil {
+		return err
+	}
+	local, err := h.Listen("local", "unix", filepath.Join(c.Dir, "local"))
+	if err != nil {
+		return err
+	}
+	if c.State > 0 {
+		h.OnHandover(func(_ context.Context, w io.Writer) error {
+			_, err := w.Write(make([]byte, c.State))
+			return err
+		})
+		if s := h.State(); s != nil {
+			n, err := io.Copy(io.Discard, s)
+			if err == nil && n != int64(c.State) {
+				err = fmt.Errorf("state of %d bytes", n)
+			}
+			if err != nil && !errors.Is(err, errPeerGone) {
+				return err
+			}
+		}
+	}
+	var conns sync.WaitGroup
+	var open atomic.Int64
+	for _, l := range []net.Listener{web, local} {
+		conns.Go(func() {
+			for {
+				conn, err := l.Accept()
+				if err != nil {
+					return
+				}
+				open.Add(1)
+				conns.Go(func() {
+					defer open.Add(-1)
+					defer conn.Close()
+					for r := bufio.NewReader(conn); ; {
+						if _, err := r.ReadString('\n'); err != nil {
+							return
+						}
+						if _, err := fmt.Fprintf(conn, "%d %d\n", h.Generation(), os.Getpid()); err != nil {
+							return
+						}
+					}
+				})
+			}
+		})
+	}
+	if err := h.Ready(context.Background()); err != nil {
+		return err
+	}
+	_ = os.WriteFile(filepath.Join(c.Dir, "generation"), []byte(strconv.Itoa(h.Generation())), 0o600)
+	tell("ready", "")
+	select {
+	case <-h.Superseded():
+		tell("superseded", h.Err())
+		if errors.Is(h.Err(), ErrRolledBack) {
+			err = h.Err()
+		}
+	case <-stopped:
+	}
+	for deadline := time.Now().Add(10 * time.Second); open.Load() > 0 && time.Now().Before(deadline); {
+		select {
+		case <-stopped:
+			deadline = time.Now()
+		case <-h.Hurried():
+			deadline = time.Now()
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
+	return err
+}
+
+// address is the same for all generations: a port that the test reserved.
+func (c appConfig) address() string {
+	text, _ := os.ReadFile(filepath.Join(c.Dir, "address"))
+	return string(text)
+}
+
+// takeFault finds a fault and removes it: it strikes once.
+func takeFault(path string, generation int, step string) faultKind {
+	name := fmt.Sprintf("%s.%d.%s", path, generation, step)
+	kind, err := os.ReadFile(name)
+	if err != nil || os.Remove(name) != nil {
+		return ""
+	}
+	return faultKind(kind)
+}
+
+// service is a server of processes, with a network namespace of its own.
+type service struct {
+	t      testing.TB
+	ns     *testutil.Netns
+	config appConfig
+	addr   string
+	path   string // of the executable
+
+	mu     sync.Mutex
+	events []appEvent
+	change chan struct{}
+}
+
+func newService(t testing.TB, config appConfig) *service {
+	t.Helper()
+	s := &service{t: t, ns: testutil.NetNS(t), config: config, change: make(chan struct{})}
+	dir, err := os.MkdirTemp("", "handover")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	s.config.Dir, s.config.Events, s.config.Faults = dir, filepath.Join(dir, "events"), filepath.Join(dir, "fault")
+	if s.config.Build == "" {
+		s.config.Build = "one"
+	}
+	if s.config.Probation == 0 {
+		s.config.Probation = 100 * time.Millisecond
+	}
+	if s.config.Timeout == 0 {
+		s.config.Timeout = 20 * time.Second
+	}
+	s.addr = "127.0.0.1:7000"
+	if err := os.WriteFile(filepath.Join(dir, "address"), []byte(s.addr), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s.path, err = os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	events, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: s.config.Events, Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var reader sync.WaitGroup
+	reader.Go(func() {
+		b := make([]byte, 64<<10)
+		for {
+			n, err := events.Read(b)
+			if err != nil {
+				return
+			}
+			var e appEvent
+			if err := json.Unmarshal(b[:n], &e); err != nil {
+				t.Errorf("event %q: %v", b[:n], err)
+				continue
+			}
+			t.Logf("event: generation %d, pid %d: %s %s", e.Generation, e.PID, e.What, e.Detail)
+			s.mu.Lock()
+			s.events = append(s.events, e)
+			close(s.change)
+			s.change = make(chan struct{})
+			s.mu.Unlock()
+		}
+	})
+	t.Cleanup(func() {
+		s.killAll()
+		_ = events.Close()
+		reader.Wait()
+	})
+	return s
+}
+
+// killAll ends every process that told its pid, as long as it is one of ours.
+func (s *service) killAll() {
+	s.mu.Lock()
+	pids := map[int]bool{}
+	for _, e := range s.events {
+		pids[e.PID] = true
+	}
+	s.mu.Unlock()
+	for pid := range pids {
+		if s.lives(pid) {
+			_ = syscall.Kill(pid, syscall.SIGKILL)
+			testutil.WaitFor(s.t, patience, func() bool { return !s.lives(pid) }, "the end of %d", pid)
+		}
+	}
+}
+
+// lives says whether the process is one of this service, and not a zombie.
+func (s *service) lives(pid int) bool {
+	env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
+	return err == nil && strings.Contains(string(env), s.config.Dir)
+}
+
+// fault arms one.
+func (s *service) fault(f fault) {
+	s.t.Helper()
+	if err := os.WriteFile(fmt.Sprintf("%s.%d.%s", s.config.Faults, f.Generation, f.Step), []byte(f.Kind), 0o600); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+// start starts a process from outside, as a shell would.
+func (s *service) start() {
+	s.t.Helper()
+	text, err := json.Marshal(s.config)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	cmd := s.ns.Command(s.path)
+	cmd.Env = append(os.Environ(), appEnv+"="+string(text))
+	out, err := os.CreateTemp(s.config.Dir, "log")
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	cmd.Stdout, cmd.Stderr = out, out
+	if err := cmd.Start(); err != nil {
+		s.t.Fatal(err)
+	}
+	var wait sync.WaitGroup
+	wait.Go(func() { _ = cmd.Wait() })
+	s.t.Cleanup(func() {
+		s.killAll()
+		wait.Wait()
+		_ = out.Close()
+		if log, err := os.ReadFile(out.Name()); err == nil && s.t.Failed() {
+			s.t.Logf("log of the processes:\n%s", log)
+		}
+	})
+}
+
+// await returns the first event that fits, from index on.
+func (s *service) await(from int, what string, fits func(appEvent) bool) appEvent {
+	s.t.Helper()
+	timeout := time.After(patience)
+	for {
+		s.mu.Lock()
+		for _, e := range s.events[min(from, len(s.events)):] {
+			if fits(e) {
+				s.mu.Unlock()
+				return e
+			}
+		}
+		change := s.change
+		s.mu.Unlock()
+		select {
+		case <-change:
+		case <-timeout:
+			s.t.Fatalf("no event: %s", what)
+		}
+	}
+}
+
+func (s *service) mark() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.events)
+}
+
+// up starts the first generation and waits until it serves.
+func (s *service) up() appEvent {
+	s.t.Helper()
+	s.start()
+	return s.await(0, "the first is ready", func(e appEvent) bool { return e.What == "ready" })
+}
+
+func (s *service) upgrade() (Status, error) {
+	return RequestUpgrade(s.t.Context(), filepath.Join(s.config.Dir, "control"))
+}
+
+// client asks all the time over new connections, in the namespace.
+type client struct {
+	s       *service
+	stop    chan struct{}
+	done    sync.WaitGroup
+	asked   atomic.Int64
+	refused atomic.Int64
+	reset   atomic.Int64
+	other   atomic.Int64
+	mu      sync.Mutex
+	errors  []string
+	by      map[int]int // pid -> answers
+}
+
+func (s *service) client(parallel int) *client {
+	c := &client{s: s, stop: make(chan struct{}), by: map[int]int{}}
+	for i := range parallel {
+		c.done.Go(func() {
+			s.ns.Run(func() {
+				for n := 0; ; n++ {
+					select {
+					case <-c.stop:
+						return
+					default:
+					}
+					_, pid, err := s.who(fmt.Sprintf("127.0.%d.%d", i, n/1000%250+1))
+					c.asked.Add(1)
+					c.count(pid, err)
+					time.Sleep(500 * time.Microsecond)
+				}
+			})
+		})
+	}
+	s.t.Cleanup(func() { c.end() })
+	return c
+}
+
+func (c *client) count(pid int, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err == nil {
+		c.by[pid]++
+		return
+	}
+	c.errors = append(c.errors, err.Error())
+	switch {
+	case errors.Is(err, unix.ECONNREFUSED):
+		c.refused.Add(1)
+	case errors.Is(err, unix.ECONNRESET), errors.Is(err, io.EOF):
+		c.reset.Add(1)
+	default:
+		c.other.Add(1)
+	}
+}
+
+func (c *client) end() {
+	select {
+	case <-c.stop:
+	default:
+		close(c.stop)
+	}
+	c.done.Wait()
+}
+
+// lost returns what failed.
+func (c *client) lost() int64 { return c.refused.Load() + c.reset.Load() + c.other.Load() }
+
+// who asks once; its caller is in the namespace.
+func (s *service) who(from string) (generation, pid int, err error) {
+	d := net.Dialer{Timeout: patience, LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
+	c, err := d.Dial("tcp", s.addr)
+	if err != nil {
+		return 0, 0, err
+	}
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(patience))
+	if _, err := io.WriteString(c, "who\n"); err != nil {
+		return 0, 0, err
+	}
+	line, err := bufio.NewReader(c).ReadString('\n')
+	if err != nil {
+		return 0, 0, err
+	}
+	_, err = fmt.Sscan(line, &generation, &pid)
+	return generation, pid, err
+}
+
+// one makes sure that exactly one process answers, and returns its pid.
+func (s *service) one() (pid int) {
+	s.t.Helper()
+	pids := map[int]bool{}
+	s.ns.Run(func() {
+		for range 40 {
+			_, pid, err := s.who("127.0.0.1")
+			if err != nil {
+				s.t.Errorf("nobody serves: %v", err)
+				return
+			}
+			pids[pid] = true
+		}
+	})
+	for p := range pids {
+		pid = p
+	}
+	if len(pids) > 1 {
+		s.t.Errorf("processes %v serve", pids)
+	}
+	return pid
+}

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package handover
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// answerControl answers at the control socket while this process serves: the
+// listener is paused otherwise.
+func (h *Handover) answerControl() {
+	slots := make(chan struct{}, 16)
+	for {
+		c, err := h.control.Accept()
+		if err != nil {
+			if errors.Is(err, net.ErrClosed) {
+				return
+			}
+			// Out of descriptors, most likely.
+			h.log.Warn("control socket", "error", err)
+			select {
+			case <-time.After(100 * time.Millisecond):
+				continue
+			case <-h.ctx.Done():
+				return
+			}
+		}
+		select {
+		case slots <- struct{}{}:
+			h.wg.Go(func() {
+				defer func() { <-slots }()
+				h.answer(c.(*net.UnixConn))
+			})
+		case <-h.ctx.Done():
+			_ = c.Close()
+			return
+		}
+	}
+}
+
+// answer serves one connection of the control socket.
+func (h *Handover) answer(c *net.UnixConn) {
+	p, err := newPeer(c)
+	if err != nil {
+		_ = c.Close()
+		return
+	}
+	defer p.close()
+	done := p.limit(h.ctx, 5*time.Second)
+	if err := p.check(h.opt.AllowUIDs); err != nil {
+		h.log.Warn("control socket", "error", err)
+		_ = p.send(frameRefuse, refusalOf(err))
+		return
+	}
+	f, err := p.receive()
+	done()
+	if err != nil {
+		if !errors.Is(err, errPeerGone) {
+			h.log.Warn("control socket", "peer", p.cred.Pid, "error", err)
+			p.refuse(err)
+		}
+		return
+	}
+	closeAll(f.fds)
+	switch f.kind {
+	case frameHello:
+		err = h.takenOver(p, f)
+	case frameRequest:
+		err = h.obey(p, f)
+	default:
+		err = fmt.Errorf("%w: a connection begins with HELLO or REQUEST, not with %v", ErrProtocol, f.kind)
+	}
+	if err != nil {
+		p.refuse(err)
+	}
+}
+
+// refuse says why it ends here.
+func (p *peer) refuse(err error) {
+	_ = p.conn.SetWriteDeadline(time.Now().Add(time.Second))
+	_ = p.send(frameRefuse, refusalOf(err))
+}
+
+// takenOver sees a process through that somebody else started.
+func (h *Handover) takenOver(p *peer, f frame) error {
+	s, err := decode[hello](f)
+	if err != nil {
+		return err
+	}
+	release, err := h.beginUpgrade()
+	if err != nil {
+		h.log.Error("no upgrade; serving as before", "successor", p.cred.Pid, "error", err)
+		return err
+	}
+	defer release()
+	ctx, cancel := h.upgradeContext(h.ctx)
+	defer cancel()
+	s.PID = int(p.cred.Pid)
+	if err := h.see(ctx, p, &s, nil); err != nil {
+		h.log.Error("no upgrade; serving as before", "successor", p.cred.Pid, "error", err)
+	}
+	return nil // see has told the peer
+}
+
+// obey answers a request.
+func (h *Handover) obey(p *peer, f frame) error {
+	r, err := decode[request](f)
+	if err != nil {
+		return err
+	}
+	var answer result
+	switch r.Do {
+	case "status":
+	case "upgrade":
+		err = h.requested(p)
+	default:
+		err = fmt.Errorf("%w: request %q; this build knows status and upgrade", ErrProtocol, r.Do)
+	}
+	if err != nil {
+		why := refusalOf(err)
+		answer.Error, answer.Code = why.Reason, why.Code
+	}
+	s := h.Status()
+	answer.Now = &s
+	_ = p.conn.SetWriteDeadline(time.Now().Add(5 * time.Second))
+	return p.send(frameResult, answer)
+}
+
+// requested upgrades for a peer. When the peer leaves, the upgrade goes on.
+func (h *Handover) requested(p *peer) error {
+	h.log.Info("upgrade requested", "peer", p.cred.Pid, "uid", p.cred.Uid)
+	return h.Upgrade(h.ctx)
+}
+
+// RequestUpgrade asks the server at a control socket to upgrade itself, and
+// waits until the successor has stood its probation. The status is that of the
+// process that answered, afterwards. Errors are as of Handover.Upgrade; a
+// *RefusedError carries the reason.
+func RequestUpgrade(ctx context.Context, socket string) (Status, error) {
+	return control(ctx, socket, "upgrade")
+}
+
+// RequestStatus asks the server at a control socket how it is.
+func RequestStatus(ctx context.Context, socket string) (Status, error) {
+	return control(ctx, socket, "status")
+}
+
+func control(ctx context.Context, socket, do string) (_ Status, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("request %s at %s: %w", do, socket, err)
+		}
+	}()
+	var d net.Dialer
+	c, err := d.DialContext(ctx, "unixpacket", socket)
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		return Status{}, fmt.Errorf("no server has its control socket there: %w", err)
+	case errors.Is(err, unix.ECONNREFUSED):
+		return Status{}, fmt.Errorf("the server that had its control socket there is gone; start it: %w", err)
+	case errors.Is(err, unix.EPROTOTYPE):
+		return Status{}, fmt.Errorf("it is not the control socket of a server: %w", err)
+	case err != nil:
+		return Status{}, err
+	}
+	p, err := newPeer(c.(*net.UnixConn))
+	if err != nil {
+		return Status{}, errors.Join(err, c.Close())
+	}
+	defer p.close()
+	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	err = p.send(frameRequest, request{Do: do})
+	var answer result
+	if err == nil {
+		answer, err = wantJSON[result](p, frameResult)
+	}
+	switch {
+	case ctx.Err() != nil:
+		return Status{}, ctx.Err()
+	case errors.Is(err, errPeerGone):
+		return Status{}, fmt.Errorf("the server ended before it answered: %w", err)
+	case err != nil:
+		return Status{}, err
+	}
+	var status Status
+	if answer.Now != nil {
+		status = *answer.Now
+	}
+	if answer.Error != "" {
+		return status, refusal{answer.Code, answer.Error}.err()
+	}
+	return status, nil
+}

@@ -1,0 +1,600 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package handover
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"os/signal"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"instar/internal/pidfile"
+	"instar/internal/systemd"
+)
+
+// phase is what a process is in its succession.
+type phase int
+
+const (
+	phaseStarting   phase = iota // not ready
+	phaseActive                  // serves
+	phasePaused                  // a successor has the commit, and may fail
+	phaseSuperseded              // for good
+	phaseClosed
+)
+
+func (p phase) String() string {
+	return [...]string{"starting", "active", "paused", "draining", "closed"}[p]
+}
+
+// Handover is this process's place in the succession of a server's processes.
+type Handover struct {
+	opt     Options
+	log     *slog.Logger
+	manager *systemd.Notifier
+	main    bool // this process may speak to the service manager
+
+	ctx    context.Context // done when Close begins
+	cancel context.CancelFunc
+	wg     sync.WaitGroup // of goroutines
+	busy   sync.Mutex     // held during an upgrade, by the predecessor
+
+	mu          sync.Mutex
+	phase       phase
+	generation  int
+	predecessor *Peer
+	from        *peer // connection with the predecessor, nil when there is none
+	state       *stateReader
+	items       map[string]*item
+	inherited   []*inherited
+	stored      []string // names in the service manager's store, of an earlier start
+	older       []*lifeline
+	control     *Listener
+	paths       map[string]inode // of Unix sockets, to be unlinked by the last process
+	pid         *pidfile.File
+	activate    []func(context.Context) error
+	write       func(context.Context, io.Writer) error
+	probation   bool // of this process
+	activated   bool // OnActivate ran; only Ready uses it
+	lease       *Lease
+	leaseFree   chan struct{} // closed when the lease or the phase changed
+
+	superseded chan struct{}
+	cause      error
+	hurried    chan struct{}
+	hurryOnce  sync.Once
+	signals    chan os.Signal
+}
+
+// Peer is a process of the same server.
+type Peer struct {
+	Name       string `json:"name,omitempty"`
+	Generation int    `json:"generation"`
+	PID        int    `json:"pid"`
+	Build      string `json:"build,omitempty"`
+}
+
+// New finds the predecessor, if there is one, and gets from it everything but
+// the state. It has a predecessor when one started this process, or when one
+// listens at Options.Socket. Call it once, early: before other processes are
+// started, and before what it hands over is opened.
+//
+// When the predecessor dies meanwhile New goes on without it. When it refuses,
+// the error is a *RefusedError; Retryable tells whether to try again.
+func New(options Options) (*Handover, error) {
+	h, err := newHandover(options)
+	if err != nil {
+		return nil, fmt.Errorf("new handover: %w", err)
+	}
+	return h, nil
+}
+
+func newHandover(options Options) (*Handover, error) {
+	if err := options.defaults(); err != nil {
+		return nil, err
+	}
+	h := &Handover{
+		opt:        options,
+		generation: 1,
+		items:      make(map[string]*item),
+		paths:      make(map[string]inode),
+		superseded: make(chan struct{}),
+		hurried:    make(chan struct{}),
+		leaseFree:  make(chan struct{}),
+	}
+	h.log = options.Logger.With("server", options.Name, "build", options.Build)
+	h.ctx, h.cancel = context.WithCancel(context.Background())
+	if err := h.open(); err != nil {
+		return nil, errors.Join(err, h.Close())
+	}
+	h.log = h.log.With("generation", h.generation)
+	h.noteStrays()
+	if len(options.Signals) > 0 {
+		h.signals = make(chan os.Signal, 1)
+		signal.Notify(h.signals, options.Signals...)
+		h.wg.Go(h.obeySignals)
+	}
+	return h, nil
+}
+
+func (h *Handover) open() (err error) {
+	if h.manager, err = systemd.NewNotifier(h.opt.getenv); err != nil {
+		return err
+	}
+	activated, err := systemd.Inherited(h.opt.getenv, h.opt.unsetenv)
+	if err != nil {
+		return err
+	}
+	if err := h.takeActivation(activated); err != nil {
+		return err
+	}
+	conn, err := h.execConn()
+	if err != nil {
+		return err
+	}
+	h.main = conn == nil
+	if conn != nil {
+		return h.meet(conn)
+	}
+	if h.opt.Socket == "" {
+		return nil
+	}
+	return h.openSocket()
+}
+
+// takeActivation takes what the service manager passed: sockets of units, and
+// what an earlier start stored.
+func (h *Handover) takeActivation(activated []systemd.Descriptor) error {
+	stored, stale, others := systemd.Latest(activated)
+	for _, s := range stored {
+		h.stored = append(h.stored, s.Name)
+		others = append(others, systemd.Descriptor{Name: s.Role, File: s.File})
+	}
+	var err error
+	for _, s := range stale {
+		err = errors.Join(err, s.File.Close(), h.manager.RemoveFD(s.Name))
+	}
+	for _, d := range others {
+		fd, failed := duplicate(d.File)
+		if failed = errors.Join(failed, d.File.Close()); failed != nil {
+			err = errors.Join(err, fmt.Errorf("socket activation %q: %w", d.Name, failed))
+			continue
+		}
+		i := &inherited{source: fromActivation, fd: fd}
+		h.inherited = append(h.inherited, i)
+		if i.entry, failed = describe(fd); failed == nil {
+			i.Name = d.Name
+			failed = i.check()
+		}
+		if failed != nil {
+			err = errors.Join(err, fmt.Errorf("socket activation %q: %w", d.Name, failed))
+		}
+	}
+	return err
+}
+
+// noteStrays names descriptors that came with the process and belong to nobody
+// here. They are left alone.
+func (h *Handover) noteStrays() {
+	folder, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		return // no /proc, no note
+	}
+	for _, f := range folder {
+		var fd int
+		if _, err := fmt.Sscan(f.Name(), &fd); err != nil || fd < 3 {
+			continue
+		}
+		// Everything that Go opens is close-on-exec.
+		flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0)
+		if err != nil || flags&unix.FD_CLOEXEC != 0 {
+			continue
+		}
+		what, _ := os.Readlink("/proc/self/fd/" + f.Name())
+		h.log.Info("ignored a descriptor that came with the process and is not of the handover", "fd", fd, "file", what)
+	}
+}
+
+// Generation is the number of this process in the succession, from 1.
+func (h *Handover) Generation() int { return h.generation }
+
+// Predecessor is the process that this one got its descriptors from.
+func (h *Handover) Predecessor() (Peer, bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.predecessor == nil {
+		return Peer{}, false
+	}
+	return *h.predecessor, true
+}
+
+// OnActivate adds a function that makes new flows come to this process, such as
+// the Activate of a dispatch.Generation. It runs at the commit, and again when
+// this process takes back from a successor that failed. An error at the commit
+// leaves the predecessor serving. Functions run in the order they were added.
+func (h *Handover) OnActivate(f func(context.Context) error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.activate = append(h.activate, f)
+}
+
+// OnHandover sets the function that writes this process's state to a successor
+// while this process serves. The context ends when the upgrade does. An error
+// aborts the upgrade.
+func (h *Handover) OnHandover(f func(ctx context.Context, w io.Writer) error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.write = f
+}
+
+// Superseded is closed when this process has to leave: a successor took over for
+// good, or, as Err tells, the predecessor took back. Drain then, and exit.
+func (h *Handover) Superseded() <-chan struct{} { return h.superseded }
+
+// Err is why Superseded is closed: ErrSuperseded, or ErrRolledBack with the
+// reason; nil before.
+func (h *Handover) Err() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.cause
+}
+
+// Hurried is closed when a newer process asks this one to end its drain now.
+func (h *Handover) Hurried() <-chan struct{} { return h.hurried }
+
+// runActivate runs the functions of OnActivate.
+func (h *Handover) runActivate(ctx context.Context) error {
+	h.mu.Lock()
+	all := slices.Clone(h.activate)
+	h.mu.Unlock()
+	for _, f := range all {
+		if err := f(ctx); err != nil {
+			return fmt.Errorf("activate: %w", err)
+		}
+	}
+	return nil
+}
+
+// serve opens all listeners.
+func (h *Handover) serve() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.phase >= phaseSuperseded {
+		return
+	}
+	h.phase = phaseActive
+	for _, l := range h.listeners() {
+		l.resume()
+	}
+	h.changed()
+}
+
+// pause stops all listeners, and returns when nothing is accepted any more.
+func (h *Handover) pause() {
+	h.mu.Lock()
+	h.phase = phasePaused
+	all := h.listeners()
+	h.changed()
+	h.mu.Unlock()
+	for _, l := range all {
+		l.pause()
+	}
+}
+
+// listeners' caller holds mu.
+func (h *Handover) listeners() (all []*Listener) {
+	if h.control != nil {
+		all = append(all, h.control)
+	}
+	for _, it := range h.items {
+		if it.listener != nil {
+			all = append(all, it.listener)
+		}
+	}
+	return all
+}
+
+// finish makes this process one that drains: its duplicates of the listening
+// sockets are closed, so that they do not outlive the active process.
+func (h *Handover) finish(cause error) {
+	h.mu.Lock()
+	if h.phase >= phaseSuperseded {
+		h.mu.Unlock()
+		return
+	}
+	h.phase = phaseSuperseded
+	h.cause = cause
+	all := h.listeners()
+	h.changed()
+	close(h.superseded)
+	h.mu.Unlock()
+	for _, l := range all {
+		_ = l.end(true)
+	}
+}
+
+// own makes this process the one that unlinks a Unix socket.
+func (h *Handover) own(path string) {
+	if path == "" || path[0] == '@' {
+		return
+	}
+	if at, ok := inodeOf(path); ok {
+		h.paths[path] = at
+	}
+}
+
+// changed wakes who waits for a lease. Its caller holds mu.
+func (h *Handover) changed() {
+	close(h.leaseFree)
+	h.leaseFree = make(chan struct{})
+}
+
+func (h *Handover) obeySignals() {
+	for {
+		select {
+		case <-h.ctx.Done():
+			return
+		case s := <-h.signals:
+			h.wg.Go(func() {
+				if err := h.Upgrade(h.ctx); errors.Is(err, ErrNotActive) {
+					// A signal to the whole process group is for the active one.
+					h.log.Debug("signal ignored", "signal", s.String(), "reason", err)
+				}
+			})
+		}
+	}
+}
+
+// Close ends this process's part. An upgrade that is under way is aborted. The
+// last process, which has no successor, unlinks what it bound. Listeners are
+// closed; packet sockets, files and connections are the caller's.
+func (h *Handover) Close() error {
+	h.mu.Lock()
+	if h.phase == phaseClosed {
+		h.mu.Unlock()
+		return ErrClosed
+	}
+	h.mu.Unlock()
+	if h.signals != nil {
+		signal.Stop(h.signals)
+	}
+	h.cancel()
+	h.busy.Lock() // an upgrade ends, now that ctx is done
+	defer h.busy.Unlock()
+
+	h.mu.Lock()
+	// One that is in its probation has a predecessor that takes back.
+	needed := h.from != nil && (h.phase == phaseStarting || h.probation)
+	last := !needed && (h.phase == phaseActive || h.phase == phaseStarting)
+	h.phase = phaseClosed
+	h.changed()
+	all := h.listeners()
+	from := h.from
+	h.mu.Unlock()
+
+	var err error
+	if needed {
+		_ = from.conn.SetWriteDeadline(time.Now().Add(time.Second))
+		_ = from.send(frameRefuse, refusalOf(fmt.Errorf("%w: the successor stopped", ErrClosed)))
+		from.close()
+	}
+	for _, l := range all {
+		_ = l.end(false)
+	}
+	if last {
+		for path, at := range h.paths {
+			err = errors.Join(err, unlink(path, at))
+		}
+	}
+	if last && h.main {
+		err = errors.Join(err, h.manager.Stopping())
+	}
+	h.wg.Wait()
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.pid != nil {
+		if last {
+			err = errors.Join(err, h.pid.Remove())
+		} else {
+			err = errors.Join(err, h.pid.Close())
+		}
+	}
+	for _, i := range h.inherited {
+		closeAll([]int{i.fd})
+	}
+	h.inherited = nil
+	for _, l := range h.older {
+		l.close()
+	}
+	return err
+}
+
+// alive drops the older processes that are gone and returns the others.
+func (h *Handover) alive() []*lifeline {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.older = slices.DeleteFunc(h.older, func(l *lifeline) bool {
+		if l.gone() {
+			l.close()
+			return true
+		}
+		return false
+	})
+	return slices.Clone(h.older)
+}
+
+// Status describes a process for control requests.
+type Status struct {
+	Peer
+	Phase     string `json:"phase"`
+	Upgrading bool   `json:"upgrading"`
+	Probation bool   `json:"probation"`
+	// Older are the processes before this one that still drain.
+	Older []Peer `json:"older,omitempty"`
+	// Handed are the names of the sockets and files that go to a successor.
+	Handed []string `json:"handed"`
+}
+
+// Status is this process's.
+func (h *Handover) Status() Status {
+	s := Status{Handed: []string{}}
+	for _, l := range h.alive() {
+		s.Older = append(s.Older, l.Peer)
+	}
+	upgrading := !h.busy.TryLock()
+	if !upgrading {
+		h.busy.Unlock()
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	s.Peer = h.self()
+	s.Phase, s.Upgrading, s.Probation = h.phase.String(), upgrading, h.probation
+	for name := range h.items {
+		s.Handed = append(s.Handed, name)
+	}
+	slices.Sort(s.Handed)
+	return s
+}
+
+func (h *Handover) self() Peer {
+	return Peer{Name: h.opt.Name, Generation: h.generation, PID: os.Getpid(), Build: h.opt.Build}
+}
+
+// store keeps the service manager's descriptor store in step with a new item.
+// Its caller holds mu.
+func (h *Handover) store(it *item) {
+	if !h.opt.StoreDescriptors || !h.main || h.phase != phaseActive {
+		return // storeAll does
+	}
+	name, err := systemd.StoreName(it.Name, h.generation)
+	if err == nil {
+		err = h.manager.StoreFD(name, it.conn, it.Role == roleConn)
+	}
+	if err != nil {
+		// The store is a cache: the next start binds what is not there.
+		h.log.Warn("descriptor not stored", "name", it.Name, "error", err)
+	}
+}
+
+// unstore is for an item that is no more. Its caller holds mu.
+func (h *Handover) unstore(it *item) {
+	if !h.opt.StoreDescriptors || !h.main {
+		return
+	}
+	name, err := systemd.StoreName(it.Name, h.generation)
+	if err == nil {
+		err = h.manager.RemoveFD(name)
+	}
+	if err != nil {
+		h.log.Warn("descriptor not removed from the store", "name", it.Name, "error", err)
+	}
+}
+
+// storeAll stores all items under this generation, in the place of what is in
+// the store.
+func (h *Handover) storeAll() {
+	if !h.opt.StoreDescriptors {
+		return
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	// The manager refuses a second entry of the same open file, so the old name
+	// goes first.
+	old := h.stored
+	h.stored = nil
+	if h.predecessor != nil {
+		for name := range h.items {
+			if name, err := systemd.StoreName(name, h.predecessor.Generation); err == nil {
+				old = append(old, name)
+			}
+		}
+	}
+	for _, name := range old {
+		if err := h.manager.RemoveFD(name); err != nil {
+			h.log.Warn("descriptor not removed from the store", "name", name, "error", err)
+		}
+	}
+	for _, it := range h.items {
+		h.store(it)
+	}
+}
+
+// lifeline is one end of a socket pair whose other end an older process holds
+// as long as it lives.
+type lifeline struct {
+	Peer
+	fd int
+}
+
+func (l *lifeline) close() {
+	if l.fd >= 0 {
+		_ = unix.Close(l.fd)
+		l.fd = -1
+	}
+}
+
+// gone says whether the other end is closed.
+func (l *lifeline) gone() bool {
+	fds := []unix.PollFd{{Fd: int32(l.fd), Events: unix.POLLRDHUP}}
+	for {
+		n, err := unix.Poll(fds, 0)
+		if err == unix.EINTR {
+			continue
+		}
+		return err != nil || n > 0 && fds[0].Revents&(unix.POLLHUP|unix.POLLRDHUP|unix.POLLERR|unix.POLLNVAL) != 0
+	}
+}
+
+// hurry asks the other end to leave.
+func (l *lifeline) hurry() {
+	_ = unix.Sendto(l.fd, []byte("hurry"), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, nil)
+}
+
+// ownLifeline makes a lifeline of this process for a successor.
+func (h *Handover) ownLifeline() (held *net.UnixConn, given int, err error) {
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return nil, -1, os.NewSyscallError("socketpair", err)
+	}
+	f := os.NewFile(uintptr(pair[0]), "lifeline")
+	c, err := net.FileConn(f)
+	if err = errors.Join(err, f.Close()); err != nil {
+		closeAll(pair[1:])
+		return nil, -1, err
+	}
+	return c.(*net.UnixConn), pair[1], nil
+}
+
+// keep holds the lifeline for the rest of this process's life, and obeys it.
+func (h *Handover) keep(held *net.UnixConn) {
+	h.wg.Go(func() {
+		stop := context.AfterFunc(h.ctx, func() { _ = held.SetReadDeadline(time.Unix(1, 0)) })
+		defer stop()
+		defer func() { _ = held.Close() }()
+		b := make([]byte, 16)
+		for {
+			n, err := held.Read(b)
+			if n > 0 && string(b[:n]) == "hurry" {
+				h.hurryOnce.Do(func() {
+					h.log.Info("asked to end the drain now")
+					close(h.hurried)
+				})
+				continue
+			}
+			if err != nil || n == 0 {
+				// The successors are gone; the process lives until Close.
+				<-h.ctx.Done()
+				return
+			}
+		}
+	})
+}
