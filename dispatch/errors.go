@@ -18,7 +18,7 @@ var (
 	// again once it is superseded again.
 	ErrReinstated = errors.New("generation is active again")
 	// ErrLayout means that the group's maps have a layout that this build does
-	// not know. Nothing was touched.
+	// not know, or do not belong together. Nothing was touched.
 	ErrLayout = errors.New("unknown layout of the data plane")
 	// ErrNotSupported means that the kernel cannot do it.
 	ErrNotSupported = errors.New("not supported by this kernel")

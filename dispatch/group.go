@@ -207,7 +207,8 @@ func OpenPath(path string) (*Group, error) {
 }
 
 func openExisting(dir string, lb *connid.LoadBalancer) (*Group, error) {
-	if _, err := os.Lstat(dir); errors.Is(err, fs.ErrNotExist) {
+	before, err := inode(dir)
+	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("group %s: %w", dir, ErrNotExist)
 	}
 	p, t, err := openPins(dir)
@@ -227,8 +228,16 @@ func openExisting(dir string, lb *connid.LoadBalancer) (*Group, error) {
 	if g.inode, err = inode(dir); err != nil {
 		return nil, errors.Join(fmt.Errorf("open group %s: %w", dir, err), p.close())
 	}
-	if g.key, err = parseKey(text(t.Network[:]), text(t.Address[:]), text(t.Device[:])); err != nil {
-		return nil, errors.Join(fmt.Errorf("open group %s: its control map is damaged: %w", dir, err), p.close())
+	if g.inode != before {
+		// Removed and made anew meanwhile: some pins may be of the one, some of the other.
+		if err := p.close(); err != nil {
+			return nil, fmt.Errorf("open group %s: %w", dir, err)
+		}
+		return openExisting(dir, lb)
+	}
+	network, address, device := text(t.Network[:]), text(t.Address[:]), text(t.Device[:])
+	if g.key, err = parseKey(network, address, device); err != nil || g.key.folder() != filepath.Base(dir) {
+		return nil, errors.Join(damaged(dir, "it says that its address is %q %q %q", network, address, device), p.close())
 	}
 	if err := p.secrets.Lookup(uint32(0), &g.secrets); err != nil {
 		return nil, errors.Join(fmt.Errorf("open group %s: read secrets: %w", dir, err), p.close())

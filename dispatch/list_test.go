@@ -234,13 +234,12 @@ func TestDamagedControl(t *testing.T) {
 		"no steering":       func() { c.Steering = 0 },
 		"no address":        func() { c.Address[0] = 'x' },
 		"address of a host": func() { copy(c.Address[:], "localhost:443\x00") },
+		"another address":   func() { copy(c.Address[:], "127.0.0.1:4434\x00") },
 	} {
 		damage()
 		before := contents(t, path)
 		_, err := dispatch.Open(o)
-		if err == nil || !strings.Contains(err.Error(), "damaged") {
-			t.Errorf("%s: %v", what, err)
-		}
+		wantRefused(t, what, err, "layout", "damaged", "instar forget "+path)
 		if _, err := dispatch.OpenPath(path); err == nil || !strings.Contains(err.Error(), path) {
 			t.Errorf("%s: %v", what, err)
 		}
@@ -278,6 +277,31 @@ func TestDamagedControl(t *testing.T) {
 	}
 	w.must(n.Close())
 	w.must(dispatch.Forget(path))
+}
+
+// A group that is forgotten and made anew while it is being opened is one of the two, not
+// a part of each.
+func TestForgottenWhileOpened(t *testing.T) {
+	w := newWorld(t)
+	o := w.options("127.0.0.1:4433")
+	w.must(w.open(o).Close())
+	path := w.path(o)
+	var anew *dispatch.Group
+	dispatch.OnStep(t, func(done string) {
+		if done == "open control map" {
+			dispatch.HoldAtSteps(nil)
+			w.must(dispatch.Forget(path))
+			anew = w.open(o)
+		}
+	})
+	g := w.open(o)
+	if anew == nil {
+		t.Fatal("it was not made anew")
+	}
+	w.activate(w.join(anew, 1))
+	if s := w.snapshot(g); s.Active != 1 || len(s.Generations) != 1 || s.Generations[0].Live != 1 {
+		t.Errorf("the one that was being opened: %+v", s)
+	}
 }
 
 func fill(c *bpf.Control, octet byte) {

@@ -95,6 +95,7 @@ func openPins(dir string) (p *pins, t table, err error) {
 	if p.control, err = open(pinControl); err != nil {
 		return p, t, err
 	}
+	step("open control map")
 	if t, err = openTable(dir, p.control); err != nil {
 		return p, t, err
 	}
@@ -123,18 +124,20 @@ func openPins(dir string) (p *pins, t table, err error) {
 
 // check refuses pins that do not belong together.
 func (p *pins) check(dir string, t table) error {
-	var what string
 	switch _, known := steeringNames[Steering(t.Steering)]; {
 	case t.generations < 2 || t.generations > LimitGenerations || t.workers < 1 || t.workers > LimitWorkers:
-		what = fmt.Sprintf("it says %d generations of %d workers", t.generations, t.workers)
+		return damaged(dir, "it says %d generations of %d workers", t.generations, t.workers)
 	case !known:
-		what = fmt.Sprintf("it says %v", Steering(t.Steering))
+		return damaged(dir, "it says %v", Steering(t.Steering))
 	case p.sockets.Type() != ebpf.ReusePortSockArray || p.sockets.MaxEntries() != t.generations*t.workers:
-		what = fmt.Sprintf("pin %q is a %v of %d entries", pinSockets, p.sockets.Type(), p.sockets.MaxEntries())
-	default:
-		return nil
+		return damaged(dir, "pin %q is a %v of %d entries", pinSockets, p.sockets.Type(), p.sockets.MaxEntries())
 	}
-	return fmt.Errorf("open group %s: %w: it is damaged: %s; stop its servers and run: instar forget %s", dir, ErrLayout, what, dir)
+	return nil
+}
+
+func damaged(dir, format string, args ...any) error {
+	return fmt.Errorf("open group %s: %w: it is damaged: %s; stop its servers and run: instar forget %s",
+		dir, ErrLayout, fmt.Sprintf(format, args...), dir)
 }
 
 func explainPin(dir, name string, err error) error {
