@@ -148,6 +148,9 @@ type entry struct {
 	Network string `json:"network,omitempty"`
 	Asked   string `json:"asked,omitempty"` // the address that the program gave
 	Address string `json:"address,omitempty"`
+	// Borrowed is a Unix socket whose path somebody else removes: the service
+	// manager, or the application.
+	Borrowed bool `json:"borrowed,omitempty"`
 	// Cookie is the socket's SO_COOKIE. Both sides have to see the same.
 	Cookie uint64 `json:"cookie,omitempty"`
 	// Of a lifeline: the process that holds its other end.

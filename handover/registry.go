@@ -88,7 +88,7 @@ func (h *Handover) Listen(name, network, address string) (net.Listener, error) {
 	h.take(got, it)
 	if h.phase == phaseActive {
 		l.resume()
-		if strings.HasPrefix(network, "unix") {
+		if it.unlinks() {
 			h.own(it.Address)
 		}
 	}
@@ -200,7 +200,7 @@ func (h *Handover) Add(name string, c syscall.Conn) error {
 	if err := rawconn.Of(c, func(fd int) (err error) { e, err = describe(fd); return err }); err != nil {
 		return fmt.Errorf("add %q: %w", name, err)
 	}
-	e.Name = name
+	e.Name, e.Borrowed = name, true
 	h.items[name] = &item{entry: e, conn: c}
 	h.store(h.items[name])
 	return nil
@@ -238,11 +238,17 @@ func (it *item) closed() bool {
 	return rawconn.Of(it.conn, func(int) error { return nil }) != nil
 }
 
+// unlinks says whether the last process removes the item's path.
+func (it *item) unlinks() bool {
+	return strings.HasPrefix(it.Network, "unix") && it.Role != roleConn && !it.Borrowed
+}
+
 // take records an item and forgets the inherited descriptor that it was made
 // of. Its caller holds mu.
 func (h *Handover) take(got *inherited, it *item) {
 	h.items[it.Name] = it
 	if got != nil {
+		it.Borrowed = got.Borrowed || got.source == fromActivation
 		h.inherited = slices.DeleteFunc(h.inherited, func(i *inherited) bool { return i == got })
 	}
 	h.store(it)

@@ -454,7 +454,7 @@ func (h *Handover) start() {
 		h.own(h.opt.Socket)
 	}
 	for _, it := range h.items {
-		if it.Role != roleConn && strings.HasPrefix(it.Network, "unix") {
+		if it.unlinks() {
 			h.own(it.Address)
 		}
 	}

@@ -513,7 +513,20 @@ func TestUpgradeIsNotTold(t *testing.T) {
 	ended(t, done, 0, 0, 0)
 }
 
-// TLS: close_notify and FIN.
+// counter counts what is read.
+type counter struct {
+	net.Conn
+	n atomic.Int64
+}
+
+func (c *counter) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	c.n.Add(int64(n))
+	return n, err
+}
+
+// TLS: close_notify, without which a client may take it for an attack, and
+// FIN.
 func TestTLSIdleIsClosed(t *testing.T) {
 	serverTLS, clientTLS := certificate(t)
 	s := serve(t, Options{Deadline: 200 * time.Millisecond}, ok, func(s *http.Server) {
@@ -521,14 +534,20 @@ func TestTLSIdleIsClosed(t *testing.T) {
 		s.Protocols = new(http.Protocols)
 		s.Protocols.SetHTTP1(true)
 	})
-	c := dialTLS(t, s.addr, clientTLS)
+	raw := &counter{Conn: dial(t, s.addr).Conn}
+	conn := tls.Client(raw, clientTLS)
+	c := &client{conn, bufio.NewReader(conn)}
 	if c.mustDo(t) {
 		t.Error("told before the drain")
 	}
 	s.waitOpen(t, 1, idle)
+	before := raw.n.Load()
 	done := s.drain(context.Background())
-	c.wantEOF(t) // crypto/tls makes io.ErrUnexpectedEOF of a FIN without close_notify
-	_ = c.Close()
+	c.wantEOF(t)
+	if raw.n.Load() == before {
+		t.Error("FIN without close_notify")
+	}
+	_ = raw.Close()
 	ended(t, done, 0, 1, 0)
 }
 
@@ -561,15 +580,4 @@ func TestDefaultServeMux(t *testing.T) {
 	if _, _, err := c.do(); err == nil || !strings.Contains(err.Error(), "404") {
 		t.Errorf("%v, want the mux's 404", err)
 	}
-}
-
-func dialTLS(t testing.TB, addr string, config *tls.Config) *client {
-	t.Helper()
-	c, err := tls.Dial("tcp4", addr, config)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = c.Close() })
-	_ = c.SetDeadline(time.Now().Add(patience))
-	return &client{c, bufio.NewReader(c)}
 }

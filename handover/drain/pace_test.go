@@ -144,21 +144,37 @@ func TestOwnDeadline(t *testing.T) {
 }
 
 // One that has just got its response is not closed: it is about to send the
-// next request. One that has never sent any is given a second.
+// next request.
 func TestNotYetIdle(t *testing.T) {
-	m := newModel(Options{Deadline: 20 * time.Second}, 3)
+	m := newModel(Options{Deadline: 20 * time.Second}, 2)
 	m.entries[1].idleSince = m.began.Add(15 * time.Second)
-	m.entries[2].idleSince = m.began.Add(18 * time.Second)
-	m.entries[2].fresh = true
-	for _, e := range m.entries {
-		e.told = true
-	}
-	m.at(0, 10*time.Second)
-	m.p.idle.credit = 10 // everybody's turn
-	m.p.budget.credit = 10
+	m.p.idle.credit, m.p.budget.credit = 10, 10 // everybody's turn
 	m.turn(&m.p, m.began.Add(15*time.Second+heed/2))
-	if m.entries[0].leaving != leavingIdle || m.entries[1].leaving != staying || m.entries[2].leaving != staying {
-		t.Errorf("%v, %v, %v", m.entries[0].leaving, m.entries[1].leaving, m.entries[2].leaving)
+	if m.entries[0].leaving != leavingIdle || m.entries[1].leaving != staying {
+		t.Errorf("%v, %v", m.entries[0].leaving, m.entries[1].leaving)
+	}
+	m.p.idle.credit, m.p.budget.credit = 10, 10
+	m.turn(&m.p, m.began.Add(15*time.Second+heed))
+	if m.entries[1].leaving != leavingIdle {
+		t.Errorf("%v", m.entries[1].leaving)
+	}
+}
+
+// One that has never sent a request is given a second, however short the
+// deadline.
+func TestFreshIsNotIdle(t *testing.T) {
+	m := newModel(Options{Deadline: 100 * time.Millisecond}, 1)
+	e := m.entries[0]
+	e.fresh, e.idleSince = true, m.began
+	if _, idle := e.idleFor(m.began.Add(shy - 1)); idle {
+		t.Error("idle too early")
+	}
+	if _, idle := e.idleFor(m.began.Add(shy)); !idle {
+		t.Error("not idle")
+	}
+	e.fresh = false
+	if _, idle := e.idleFor(m.began); !idle {
+		t.Error("one that had a request is not idle")
 	}
 }
 
