@@ -295,6 +295,47 @@ func TestQueueIsFull(t *testing.T) {
 	m.nothing()
 }
 
+// A child that is started while a datagram waits gets nothing of it.
+func TestNothingLeaks(t *testing.T) {
+	m := newManager(t)
+	l := listenTCP(t)
+	n := m.notifier()
+	n.patience = testTimeout
+	// count counts the descriptors, and those that a child would have.
+	count := func() (all, leaking int) {
+		for fd := range 200 {
+			if flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0); err == nil {
+				all++
+				if flags&unix.FD_CLOEXEC == 0 {
+					leaking++
+				}
+			}
+		}
+		return all, leaking
+	}
+	for what, send := range map[string]func() error{
+		"store":   func() error { return n.StoreFD("a", l, true) },
+		"barrier": func() error { return n.Barrier(t.Context()) },
+	} {
+		queued := fill(t, m)
+		all, leaking := count()
+		sent := make(chan error, 1)
+		go func() { sent <- send() }()
+		// The duplicate or the pipe, and the socket.
+		testutil.WaitFor(t, testTimeout, func() bool { now, _ := count(); return now >= all+2 }, "%s waits for room", what)
+		if _, now := count(); now != leaking {
+			t.Errorf("%s: a child would have %d descriptors more", what, now-leaking)
+		}
+		for range queued {
+			m.recv()
+		}
+		m.close(m.recv().fds...)
+		if err := <-sent; err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+}
+
 func TestBarrier(t *testing.T) {
 	m := newManager(t)
 	n := m.notifier()

@@ -99,7 +99,7 @@ func FuzzParseStoreName(f *testing.F) {
 func TestLatest(t *testing.T) {
 	var inherited []Descriptor
 	for _, name := range []string{
-		"web", "instar/2/https", "stored", "instar/10/https", "instar/2/quic", "instar/10/https", "instar/0/admin", "instar/01/https", "web",
+		"web", "instar/2/https", "stored", "instar/10/https", "instar/2/quic", "instar/10/https", "instar/0/admin", "instar/01/https", "instar/9/https", "web",
 	} {
 		inherited = append(inherited, Descriptor{Name: name})
 	}
@@ -113,7 +113,7 @@ func TestLatest(t *testing.T) {
 	if got, want := show(latest), "instar/10/https=https@10 instar/2/quic=quic@2 instar/10/https=https@10 instar/0/admin=admin@0 "; got != want {
 		t.Errorf("latest: %s\nwant %s", got, want)
 	}
-	if got, want := show(stale), "instar/2/https=https@2 "; got != want {
+	if got, want := show(stale), "instar/2/https=https@2 instar/9/https=https@9 "; got != want {
 		t.Errorf("stale: %s\nwant %s", got, want)
 	}
 	if got, want := fmt.Sprint(others), "[{web <nil>} {stored <nil>} {instar/01/https <nil>} {web <nil>}]"; got != want {
