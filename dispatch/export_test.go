@@ -102,3 +102,6 @@ func FolderName(o Options) (string, error) {
 
 // ExplainLoad says why the kernel refused the data plane.
 func ExplainLoad(err error) error { return explainLoad(err) }
+
+// MountPointFor suggests where to mount a bpffs for a root.
+func MountPointFor(root string) string { return mountPointFor(root) }

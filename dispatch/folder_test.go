@@ -57,8 +57,20 @@ func TestListNeedsBPFFS(t *testing.T) {
 		t.Errorf("List without a group: %+v, %v", list, err)
 	}
 	other := t.TempDir()
-	for root, mount := range map[string]string{other: filepath.Dir(other), other + "/instar": other, other + "/x/instar": other + "/x"} {
+	for root, mount := range map[string]string{other: other, other + "/instar": other + "/instar", other + "/x/instar": other + "/x/instar"} {
 		_, err := dispatch.List(root)
 		wantRefused(t, root, err, "no-bpffs", "list groups: no bpffs: "+root+" is not on a bpffs; mount one with: mount -t bpf bpf "+mount)
+	}
+}
+
+// What is suggested hides nothing.
+func TestMountPoint(t *testing.T) {
+	for root, want := range map[string]string{
+		dispatch.DefaultRoot: "/sys/fs/bpf", "/sys/fs/bpf": "/sys/fs/bpf", "/sys/fs/bpf/": "/sys/fs/bpf", "/sys/fs/bpf/a/b": "/sys/fs/bpf",
+		"/instar": "/instar", "/var/lib/instar": "/var/lib/instar", "/sys/fs/bpf-none": "/sys/fs/bpf-none",
+	} {
+		if got := dispatch.MountPointFor(root); got != want {
+			t.Errorf("for %s: %s, want %s", root, got, want)
+		}
 	}
 }

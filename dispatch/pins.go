@@ -195,7 +195,7 @@ func checkRoot(root string) error {
 	}
 	if err == nil && !on {
 		return fmt.Errorf("%w: %s is not on a bpffs; mount one with: mount -t bpf bpf %s",
-			ErrNoBPFFS, root, mountPointFor(filepath.Dir(root)))
+			ErrNoBPFFS, root, mountPointFor(root))
 	}
 	if err != nil {
 		return fmt.Errorf("look at %s: %w", root, err)
@@ -229,14 +229,15 @@ func namespaceFolder(root, namespace string) (string, error) {
 	return dir, nil
 }
 
-// mountPointFor suggests where to mount a bpffs for a root: the usual place when
-// the root is below it.
-func mountPointFor(parent string) string {
+// mountPointFor suggests where to mount a bpffs for a root: the usual place when that
+// has the root, and else the root itself. A mount above it would hide what is there.
+func mountPointFor(root string) string {
 	const usual = "/sys/fs/bpf"
-	if strings.HasPrefix(parent, usual+"/") {
+	root = filepath.Clean(root)
+	if root == usual || strings.HasPrefix(root, usual+"/") {
 		return usual
 	}
-	return parent
+	return root
 }
 
 // build creates the objects of a group, and pins them in a folder aside. The

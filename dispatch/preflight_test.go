@@ -130,7 +130,7 @@ func TestNoBPFFS(t *testing.T) {
 	for _, root := range []string{t.TempDir() + "/instar", t.TempDir(), t.TempDir() + "/a/b", "/sys/fs/bpf-none/instar"} {
 		o.Root = root
 		_, err := dispatch.Open(o)
-		wantRefused(t, root, err, "no-bpffs", root, "not on a bpffs", "mount -t bpf bpf "+filepath.Dir(root))
+		wantRefused(t, root, err, "no-bpffs", root, "not on a bpffs", "mount -t bpf bpf "+root)
 		if filepath.Base(root) != "instar" {
 			continue
 		}
