@@ -8,6 +8,7 @@ import (
 	"errors"
 	"io"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"syscall"
@@ -156,7 +157,7 @@ func TestIdleConnIsClosed(t *testing.T) {
 // something that nobody reads: no reset overtakes it.
 func TestNothingWrittenIsLost(t *testing.T) {
 	d, c, client := tracked(t, Options{Deadline: 100 * time.Millisecond})
-	if err := client.(*net.TCPConn).SetReadBuffer(8 << 10); err != nil {
+	if err := client.(*net.TCPConn).SetReadBuffer(32 << 10); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := io.WriteString(client, "unread"); err != nil {
@@ -414,5 +415,54 @@ func TestGateWaitsForTheAccepted(t *testing.T) {
 	}
 	if err := receive(t, errs, "Accept"); !errors.Is(err, ErrPlanned) {
 		t.Errorf("Accept: %v", err)
+	}
+}
+
+// handedOver is a listener that ends with an error of its own.
+type handedOver struct {
+	net.Listener
+	err error
+}
+
+func (h *handedOver) Accept() (net.Conn, error) { return nil, h.err }
+
+func (h *handedOver) Close() error {
+	_ = h.Listener.Close()
+	return h.Listener.Close() // closed already
+}
+
+type plan struct{ is bool }
+
+func (p plan) Error() string { return "handed over" }
+func (p plan) Planned() bool { return p.is }
+
+// A listener that ended by plan before the drain did, and was closed, is no
+// fault; one that ended otherwise is.
+func TestHandedOverListener(t *testing.T) {
+	d := New(Options{})
+	for err, want := range map[error]bool{
+		plan{true}:       true,
+		plan{false}:      false,
+		net.ErrClosed:    false,
+		errIdle:          true,
+		os.ErrPermission: false,
+	} {
+		ln := d.Conns(ConnsOptions{}).Track(&handedOver{listen(t), err})
+		if _, got := ln.Accept(); errors.Is(got, ErrPlanned) != want || !want && got != err {
+			t.Errorf("%v became %v", err, got)
+		}
+	}
+	server := &http.Server{}
+	web := d.HTTP(server)
+	served := make(chan error, 1)
+	go func() { served <- server.Serve(web.Listener(&handedOver{listen(t), plan{true}})) }()
+	testutil.WaitFor(t, patience, func() bool {
+		web.mu.Lock()
+		defer web.mu.Unlock()
+		return web.served == 1
+	}, "Serve")
+	ended(t, d.drain(context.Background()), 0, 0, 0)
+	if err := receive(t, served, "Serve"); err != http.ErrServerClosed {
+		t.Errorf("Serve: %v", err)
 	}
 }

@@ -94,7 +94,8 @@ func (d *Drainer) Check() error {
 // once; afterwards servers of net/http have ended with http.ErrServerClosed.
 //
 // When ctx is done before, everybody is cut off at once, and the error wraps
-// the cause; when the cause is ErrHurry, it is as if Hurry was called. A
+// the cause; when the cause is ErrHurry, it is as if Hurry was called. The same
+// happens, with ErrKilled, when Options.KillAfter is about to be over. A
 // deadline of ctx that is not later than that of the options is refused, as
 // is what Check returns; nothing was touched then.
 func (d *Drainer) Run(ctx context.Context) (Report, error) {
@@ -193,6 +194,9 @@ func (d *Drainer) send(ctx context.Context) error {
 		d.turn(&p, now)
 		if d.empty(now) {
 			return nil
+		}
+		if kill := d.options.KillAfter; kill > 0 && now.Sub(d.began) >= kill-beforeKill {
+			return ErrKilled
 		}
 		d.mu.Lock()
 		next := d.phase(now)

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"strings"
 	"testing"
@@ -173,6 +174,21 @@ func TestOptionsOutOfRange(t *testing.T) {
 	}
 	if d.options.Deadline != 30*time.Second || d.options.CloseRate != 500 {
 		t.Errorf("defaults: %+v", d.options)
+	}
+}
+
+// Before the supervisor kills the process, all that the rate has left over is cut.
+func TestKilledBefore(t *testing.T) {
+	d := New(Options{Deadline: 100 * time.Millisecond, CloseRate: 1, KillAfter: 1500 * time.Millisecond})
+	conns := d.Conns(ConnsOptions{})
+	for range 20 {
+		a, b := net.Pipe()
+		defer b.Close()
+		conns.Add(a)
+	}
+	r, err := d.Run(context.Background())
+	if !errors.Is(err, ErrKilled) || r.Cut != 20 || r.Elapsed >= 1500*time.Millisecond {
+		t.Errorf("%+v, %v", r, err)
 	}
 }
 

@@ -19,6 +19,9 @@ var (
 	ErrHurry = errors.New("the drain has to end now")
 	// ErrRan means that Run was called before. A Drainer drains once.
 	ErrRan = errors.New("the drain was run already")
+	// ErrKilled means that clients were left just before Options.KillAfter, and
+	// were cut off at once. A higher CloseRate or a shorter Deadline avoids it.
+	ErrKilled = errors.New("the supervisor is about to kill the process")
 	// ErrOptions means that an option is out of its range.
 	ErrOptions = errors.New("invalid option")
 )
@@ -59,6 +62,9 @@ func (e *plannedError) Error() string {
 	}
 	return op + ": " + e.why + " (planned stop)"
 }
+
+// Planned tells those who do not know this package.
+func (e *plannedError) Planned() bool { return true }
 
 // Is matches ErrPlanned, and net.ErrClosed for those who know nothing of
 // drains.

@@ -3,6 +3,7 @@
 package drain
 
 import (
+	"errors"
 	"net"
 	"sync"
 	"syscall"
@@ -57,10 +58,17 @@ func (g *gate) Accept() (net.Conn, error) {
 	}
 	shutting := g.shutting
 	g.mu.Unlock()
-	if err != nil && shutting {
+	if err != nil && (shutting || planned(err)) {
 		return nil, g.refuse()
 	}
 	return c, err
+}
+
+// planned says whether a listener below ended by plan: handed over before the
+// drain began.
+func planned(err error) bool {
+	var p interface{ Planned() bool }
+	return errors.Is(err, ErrPlanned) || errors.As(err, &p) && p.Planned()
 }
 
 func (g *gate) refuse() error {
@@ -79,7 +87,10 @@ func (g *gate) shut() error {
 	if !first {
 		return nil
 	}
-	return g.Listener.Close()
+	if err := g.Listener.Close(); !errors.Is(err, net.ErrClosed) {
+		return err
+	}
+	return nil // by whoever handed it over
 }
 
 // pending says whether a connection may be on its way.

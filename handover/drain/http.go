@@ -71,6 +71,10 @@ func (d *Drainer) HTTP(server *http.Server) *HTTP {
 // so that Serve returns only when the drain has ended, with http.ErrServerClosed.
 // The connections are those of ln, as they are.
 //
+// A listener that ends on its own because it was handed over, before Run is
+// called, is taken for the same when its error matches ErrPlanned or has a method
+// Planned() bool that returns true. Any other error ends Serve.
+//
 // With any other listener new connections go on coming until the end of
 // the drain, and each is told to go with its first response.
 func (h *HTTP) Listener(ln net.Listener) net.Listener {

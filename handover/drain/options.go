@@ -25,14 +25,16 @@ type Options struct {
 	Deadline time.Duration
 
 	// CloseRate is the most connections closed in a second, and the most
-	// told to go, unless half the deadline is too short to tell so few. Too
-	// high a rate makes all clients come back at the same time. Default 500.
+	// told to go (a tenth of it at once), unless half the deadline is too short
+	// to tell so few. Too high a rate makes all clients come back at the same
+	// time. Default 500.
 	CloseRate float64
 
 	// KillAfter is when whoever supervises the process kills it, counted from
 	// Run: TimeoutStopSec of systemd, terminationGracePeriodSeconds of
-	// Kubernetes. Run refuses a Deadline that is not a second shorter.
-	// Default 0: unknown.
+	// Kubernetes. Run refuses a Deadline that is not a second shorter, and
+	// cuts off who is left just before it, whatever the CloseRate. Default 0:
+	// unknown.
 	KillAfter time.Duration
 
 	// Quiet announces nothing (no "Connection: close", no GOAWAY) in the first
@@ -60,6 +62,9 @@ const (
 	// heed is what clients of HTTP/3 have to act on GOAWAY, and to read the
 	// last response, before the connection is closed.
 	heed = time.Second
+
+	// beforeKill is what Run leaves of KillAfter.
+	beforeKill = linger / 4
 
 	tick     = 20 * time.Millisecond
 	progress = time.Second
