@@ -242,8 +242,12 @@ func (w *httpWay) cut(e *entry, why error, grace time.Duration) {
 		w.goAway()
 		await(grace, e.gone, e.calm)
 		select {
-		case <-e.calm: // the handler has ended its response
-			if closeWrite(e.conn) {
+		case <-e.calm: // the handlers have ended their responses
+			if w.multiplexed() {
+				// Its last frames may not be written yet. net/http closes it a second
+				// after them.
+				await(2*linger, e.gone, nil)
+			} else if closeWrite(e.conn) {
 				await(linger, e.gone, nil)
 			}
 		default:

@@ -110,7 +110,7 @@ func serve2(t testing.TB, o Options, handler http.HandlerFunc, set func(*http.Se
 // GOAWAY comes with the next request, on this connection alone; the others get
 // theirs in the second half, when it is their turn, and all end orderly.
 func TestGoAwayOneByOne(t *testing.T) {
-	s, config := serve2(t, Options{Deadline: 3 * time.Second}, ok, nil)
+	s, config := serve2(t, Options{Deadline: 5 * time.Second}, ok, nil)
 	a, b := dial2(t, s.addr, config), dial2(t, s.addr, config)
 	for _, c := range []*client2{a, b} {
 		if away := c.read(t, c.ask(t)); away != nil {
@@ -129,7 +129,8 @@ func TestGoAwayOneByOne(t *testing.T) {
 		t.Errorf("GOAWAY %+v, want stream %d, NO_ERROR", away, stream)
 	}
 	_ = a.Close()
-	r := s.Report()
+	var r Report
+	testutil.WaitFor(t, patience, func() bool { r = s.Report(); return r.Finished == 1 }, "the end of the first, got %v", &r)
 	if r.Phase == PhaseWaiting && (len(r.Open) != 1 || r.Open[0].Told || r.Told != 1) {
 		t.Errorf("in the first half: %+v", r)
 	}

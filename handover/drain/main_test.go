@@ -8,6 +8,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"io"
+	"log"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -49,6 +50,7 @@ func serve(t testing.TB, o Options, handler http.HandlerFunc, set func(*http.Ser
 	if set != nil {
 		set(s.server)
 	}
+	s.server.ErrorLog = log.New(io.Discard, "", 0) // connections that a test ends in their handshake
 	withTLS := s.server.TLSConfig != nil
 	s.web = s.HTTP(s.server)
 	ln := listen(t)

@@ -19,9 +19,10 @@ const (
 // Options say how a Drainer drains. The zero value works.
 type Options struct {
 	// Deadline is how long clients may stay, counted from Run. In its second
-	// half idle connections are closed; at its end the rest is cut off. That takes up to
-	// a second longer for each connection, and with n of them at least
-	// n/CloseRate seconds. Default 30 s.
+	// half idle connections are closed; at its end the rest is cut off. A
+	// handler has a second then to end its work, and a client two to read it;
+	// with n connections that begins for the last one after n/CloseRate seconds.
+	// Default 30 s.
 	Deadline time.Duration
 
 	// CloseRate is the most connections closed in a second, and the most
