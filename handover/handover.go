@@ -52,6 +52,7 @@ type Handover struct {
 	phase       phase
 	generation  int
 	predecessor *Peer
+	successor   *Peer
 	from        *peer // connection with the predecessor, nil when there is none
 	state       *stateReader
 	items       map[string]*item
@@ -305,14 +306,14 @@ func (h *Handover) listeners() (all []*Listener) {
 
 // finish makes this process one that drains: its duplicates of the listening
 // sockets are closed, so that they do not outlive the active process.
-func (h *Handover) finish(cause error) {
+func (h *Handover) finish(cause error, successor *Peer) {
 	h.mu.Lock()
 	if h.phase >= phaseSuperseded {
 		h.mu.Unlock()
 		return
 	}
 	h.phase = phaseSuperseded
-	h.cause = cause
+	h.cause, h.successor = cause, successor
 	all := h.listeners()
 	h.changed()
 	close(h.superseded)
@@ -384,7 +385,7 @@ func (h *Handover) Close() error {
 	var err error
 	if needed {
 		_ = from.conn.SetWriteDeadline(time.Now().Add(time.Second))
-		_ = from.send(frameRefuse, refusalOf(fmt.Errorf("%w: the successor stopped", ErrClosed)))
+		_ = from.send(frameRefuse, refusal{"closed", "the successor stopped before it had taken over for good"})
 		from.close()
 	}
 	for _, l := range all {
@@ -438,6 +439,8 @@ type Status struct {
 	Phase     string `json:"phase"`
 	Upgrading bool   `json:"upgrading"`
 	Probation bool   `json:"probation"`
+	// Successor is the process that superseded this one.
+	Successor *Peer `json:"successor,omitempty"`
 	// Older are the processes before this one that still drain.
 	Older []Peer `json:"older,omitempty"`
 	// Handed are the names of the sockets and files that go to a successor.
@@ -456,7 +459,7 @@ func (h *Handover) Status() Status {
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	s.Peer = h.self()
+	s.Peer, s.Successor = h.self(), h.successor
 	s.Phase, s.Upgrading, s.Probation = h.phase.String(), upgrading, h.probation
 	for name := range h.items {
 		s.Handed = append(s.Handed, name)

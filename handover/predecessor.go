@@ -141,7 +141,7 @@ func (h *Handover) see(ctx context.Context, p *peer, theirs *hello, child *child
 	err = h.letGo(ctx, p, own)
 	if err == nil {
 		h.keep(own.held)
-		h.finish(ErrSuperseded)
+		h.finish(ErrSuperseded, &Peer{Name: own.successor.Name, Generation: h.generation + 1, PID: own.successor.PID, Build: own.successor.Build})
 		h.log.Info("superseded", "successor", own.successor.PID, "successor_build", own.successor.Build)
 		return nil
 	}
@@ -503,8 +503,12 @@ func socketPair() (ours *net.UnixConn, theirs *os.File, err error) {
 // did.
 type child struct {
 	cmd    *exec.Cmd
+	number int
 	exited chan struct{}
 }
+
+// pid does not change with Process.Release.
+func (c *child) pid() int { return c.number }
 
 // startChild starts Options.Command, which inherits standard input, output and
 // error, and one end of the connection.
@@ -540,22 +544,53 @@ func (h *Handover) startChild(end *os.File) (*child, error) {
 		}
 	}
 	cmd.Env = append(cmd.Env, envFD+"="+strconv.Itoa(3))
+	// A service manager looks after its own children only: it takes the
+	// successor's exit, and its grace at a stop, from waitid(2). So the successor
+	// becomes a child of this process's parent (clone(2)); PID 1 cannot do that.
+	adopted := h.manager != nil && os.Getpid() != 1
+	pidfd := -1
+	if adopted {
+		cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_PARENT, PidFD: &pidfd}
+	}
 	if err := cmd.Start(); err != nil {
 		if errors.Is(err, unix.ETXTBSY) {
 			err = fmt.Errorf("%w: somebody is writing the file; put a new one in its place by rename", err)
 		}
 		return nil, fmt.Errorf("start successor: %w", err)
 	}
-	c := &child{cmd, make(chan struct{})}
+	c := &child{cmd: cmd, number: cmd.Process.Pid, exited: make(chan struct{})}
 	// The goroutine ends with the child, which may outlive this process.
+	if !adopted {
+		go func() {
+			_ = cmd.Wait()
+			close(c.exited)
+		}()
+		return c, nil
+	}
+	if err := unix.SetNonblock(pidfd, true); err != nil {
+		return nil, errors.Join(os.NewSyscallError("fcntl", err), unix.Close(pidfd))
+	}
 	go func() {
-		_ = cmd.Wait()
+		f := os.NewFile(uintptr(pidfd), "successor")
+		_ = rawRead(f, func(fd int) bool {
+			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
+			return n > 0 || err != nil && err != unix.EINTR
+		})
+		_ = f.Close()
+		_ = cmd.Process.Release()
 		close(c.exited)
 	}()
 	return c, nil
 }
 
-func (c *child) pid() int { return c.cmd.Process.Pid }
+// rawRead waits until the file is readable and f is true.
+func rawRead(file *os.File, f func(fd int) bool) error {
+	raw, err := file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	return raw.Read(func(fd uintptr) bool { return f(int(fd)) })
+}
 
 // end waits for the child, and kills it when it takes too long.
 func (c *child) end(patience time.Duration) {
@@ -578,7 +613,8 @@ func (c *child) explain(err error) error {
 	if c == nil {
 		return err
 	}
-	if errors.Is(err, errPeerGone) {
+	if errors.Is(err, errPeerGone) || errors.As(err, new(*RefusedError)) {
+		// It ends about now.
 		select {
 		case <-c.exited:
 		case <-time.After(time.Second):
@@ -587,6 +623,10 @@ func (c *child) explain(err error) error {
 	select {
 	case <-c.exited:
 		status := c.cmd.ProcessState
+		if status == nil {
+			// Its exit status is its parent's, the service manager's.
+			return fmt.Errorf("successor %d ended: %w", c.pid(), err)
+		}
 		if w, ok := status.Sys().(syscall.WaitStatus); ok && w.Exited() && w.ExitStatus() == 0 {
 			return fmt.Errorf("successor %d ended (%v) without being superseded: %w", c.pid(), status, err)
 		}

@@ -513,7 +513,7 @@ func (h *Handover) leave(reason error) {
 	h.mu.Lock()
 	h.probation = false
 	h.mu.Unlock()
-	h.finish(fmt.Errorf("%w: %w", ErrRolledBack, reason))
+	h.finish(fmt.Errorf("%w: %w", ErrRolledBack, reason), nil)
 }
 
 // endProbation makes this process the only one.
