@@ -91,8 +91,8 @@ while flows of the others stay where they are until they end.
 		}
 	}
 	add("try", a.demoCommand())
-	add("read", a.groupsCommand(), a.showCommand(), a.versionCommand())
-	add("change", a.prepareCommand(), a.activateCommand(), a.rollbackCommand(), a.drainCommand(),
+	add("read", a.groupsCommand(), a.showCommand(), a.statusCommand(), a.versionCommand())
+	add("change", a.upgradeCommand(), a.prepareCommand(), a.activateCommand(), a.rollbackCommand(), a.drainCommand(),
 		a.forgetCommand(), a.programCommand())
 	root.AddCommand(a.hiddenCommands()...)
 	root.AddCommand(

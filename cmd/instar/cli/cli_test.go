@@ -36,6 +36,8 @@ func TestMain(m *testing.M) {
 		os.Exit(Main(System()))
 	case "asnobody":
 		os.Exit(asNobody(os.Args[1:]))
+	case "upgradable":
+		os.Exit(upgradable(os.Args[1]))
 	}
 	testutil.Main(m)
 }
@@ -69,7 +71,7 @@ func commands(t *testing.T) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, name := range []string{"instar", "asnobody"} {
+	for _, name := range []string{"instar", "asnobody", "upgradable"} {
 		if err := os.WriteFile(filepath.Join(dir, name), data, 0o755); err != nil { // #nosec: everybody has to run it
 			t.Fatal(err)
 		}
@@ -120,7 +122,9 @@ func TestScripts(t *testing.T) {
 				}
 				return 0
 			}),
-			"json": checkJSON,
+			"json":       checkJSON,
+			"retry":      retry,
+			"stopserver": stopServer,
 		},
 	})
 }

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"instar/dispatch"
+	"instar/handover"
 )
 
 // The exit codes. They are part of the command's interface.
@@ -31,8 +32,9 @@ const exitCodesHelp = `Exit codes of every command:
     2  wrong usage: an unknown command or flag, a missing or ambiguous argument
     3  not permitted, or the machine lacks something (capability, bpffs, device,
        kernel)
-    4  not found: no such group or generation
-    5  refused: the group's state does not allow it; the message says what to do
+    4  not found: no such group or generation, no server at the socket
+    5  refused: the state of the group or server does not allow it; the message
+       says what to do
   130  interrupted (SIGINT or SIGTERM) before it was done
 
 An error is one line on the standard error that starts with "instar: ".
@@ -65,7 +67,7 @@ func refusedf(format string, args ...any) error {
 	return &codeError{exitRefused, fmt.Errorf(format, args...)}
 }
 
-// causes are the errors of package dispatch, and those of the system below
+// causes are the errors of packages dispatch and handover, and those of the system below
 // them: the first that fits decides.
 var causes = []struct {
 	err  error
@@ -85,6 +87,11 @@ var causes = []struct {
 	{unix.ENODEV, exitEnvironment},
 	{unix.ENOSYS, exitEnvironment},
 	{unix.EOPNOTSUPP, exitEnvironment},
+	{handover.ErrUpgrading, exitRefused},
+	{handover.ErrTooMany, exitRefused},
+	{handover.ErrNotActive, exitRefused},
+	{handover.ErrPeer, exitEnvironment},
+	{unix.ECONNREFUSED, exitNotFound},
 	{dispatch.ErrNotExist, exitNotFound},
 	{fs.ErrNotExist, exitNotFound},
 }
