@@ -36,7 +36,8 @@ type rule struct {
 
 // The arrows of ARCHITECTURE.md:
 //
-//	bpf <- dispatch <- {quicdemo, wgdemo, cmd}; handover beside dispatch
+//	bpf <- dispatch <- {quicdemo, wgdemo, cmd}; handover beside dispatch;
+//	handover <- {tcpdemo, cmd}
 var rules = []rule{
 	{folder: "bpf", ours: nil, others: []string{"github.com/cilium/ebpf"}},
 	{folder: "dispatch/connid", ours: nil, others: []string{"github.com/dchest/siphash"}},
@@ -44,6 +45,7 @@ var rules = []rule{
 	{folder: "dispatch", ours: []string{"bpf", "dispatch/connid", "internal/..."}},
 	{folder: "handover/...", ours: []string{"handover/...", "internal/..."}},
 	{folder: "quicdemo/...", ours: []string{"quicdemo/...", "dispatch/...", "handover/...", "internal/..."}},
+	{folder: "tcpdemo/...", ours: []string{"tcpdemo/...", "handover/...", "internal/..."}},
 	{folder: "wgdemo/...", ours: []string{"wgdemo/...", "dispatch/...", "handover/...", "internal/..."}},
 	{folder: "internal/bench/...", ours: []string{"internal/...", "bpf", "dispatch/..."}},
 	{folder: "internal/...", ours: []string{"internal/..."}},
@@ -331,6 +333,10 @@ func TestCheck(t *testing.T) {
 		{"quicdemo", "github.com/quic-go/quic-go/http3", ""},
 		{"quicdemo", "m/cmd/instar/cli", "quicdemo/... may import"},
 		{"quicdemo", "m/bpf", "quicdemo/... may import"},
+		{"tcpdemo", "m/handover", ""},
+		{"tcpdemo", "m/handover/drain", ""},
+		{"tcpdemo", "m/internal/sandbox", ""},
+		{"tcpdemo", "m/dispatch", "tcpdemo/... may import"},
 		{"wgdemo", "golang.zx2c4.com/wireguard/device", ""},
 		{"quicdemo", "golang.zx2c4.com/wireguard/device", "only these may: wgdemo/..."},
 		{"cmd/instar/cli", "m/dispatch", ""},
