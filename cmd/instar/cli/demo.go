@@ -70,6 +70,7 @@ until then, there is no page, and the exit code is 130.`,
 	f.Uint64Var(&o.Seed, "seed", 0, "start the load's random choices from seed `n`; default: from the clock")
 	f.StringVar(&html, "html", defaultPage, "write the page to this `file`; '' for none")
 	a.jsonFlag(cmd)
+	cmd.AddCommand(a.demoTCPCommand())
 	return cmd
 }
 
