@@ -85,6 +85,9 @@ func (e *plannedError) Error() string {
 	return fmt.Sprintf("accept on %v: planned stop, superseded by another process", e.addr)
 }
 
+// Planned tells package drain that this is no fault.
+func (e *plannedError) Planned() bool { return true }
+
 func (e *plannedError) Is(target error) bool {
 	return target == ErrSuperseded || target == net.ErrClosed
 }

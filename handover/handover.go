@@ -67,7 +67,7 @@ type Handover struct {
 	probation   bool // of this process
 	activated   bool // OnActivate ran; only Ready uses it
 	lease       *Lease
-	leaseFree   chan struct{} // closed when the lease or the phase changed
+	news        chan struct{} // closed when the lease or the phase changes
 
 	superseded chan struct{}
 	cause      error
@@ -110,7 +110,7 @@ func newHandover(options Options) (*Handover, error) {
 		paths:      make(map[string]inode),
 		superseded: make(chan struct{}),
 		hurried:    make(chan struct{}),
-		leaseFree:  make(chan struct{}),
+		news:       make(chan struct{}),
 	}
 	h.log = options.Logger.With("server", options.Name, "build", options.Build)
 	h.ctx, h.cancel = context.WithCancel(context.Background())
@@ -249,6 +249,24 @@ func (h *Handover) Err() error {
 	return h.cause
 }
 
+// Settled waits while a successor has the commit and is in its probation: after
+// that this process is superseded, or active again. The error is ctx's.
+func (h *Handover) Settled(ctx context.Context) error {
+	for {
+		h.mu.Lock()
+		phase, changed := h.phase, h.news
+		h.mu.Unlock()
+		if phase != phasePaused {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
 // Hurried is closed when a newer process asks this one to end its drain now.
 func (h *Handover) Hurried() <-chan struct{} { return h.hurried }
 
@@ -335,8 +353,8 @@ func (h *Handover) own(path string) {
 
 // changed wakes who waits for a lease. Its caller holds mu.
 func (h *Handover) changed() {
-	close(h.leaseFree)
-	h.leaseFree = make(chan struct{})
+	close(h.news)
+	h.news = make(chan struct{})
 }
 
 func (h *Handover) obeySignals() {
@@ -358,7 +376,11 @@ func (h *Handover) obeySignals() {
 // Close ends this process's part. An upgrade that is under way is aborted. The
 // last process, which has no successor, unlinks what it bound. Listeners are
 // closed; packet sockets, files and connections are the caller's.
-func (h *Handover) Close() error {
+func (h *Handover) Close() error { return h.Abort(nil) }
+
+// Abort is Close by a process that cannot take over, or cannot go on: while it
+// has a predecessor that serves, or may take back, that one learns the reason.
+func (h *Handover) Abort(reason error) error {
 	h.mu.Lock()
 	if h.phase == phaseClosed {
 		h.mu.Unlock()
@@ -385,7 +407,11 @@ func (h *Handover) Close() error {
 	var err error
 	if needed {
 		_ = from.conn.SetWriteDeadline(time.Now().Add(time.Second))
-		_ = from.send(frameRefuse, refusal{"closed", "the successor stopped before it had taken over for good"})
+		why := refusal{"closed", "the successor stopped before it had taken over for good"}
+		if reason != nil {
+			why = refusalOf(reason)
+		}
+		_ = from.send(frameRefuse, why)
 		from.close()
 	}
 	for _, l := range all {

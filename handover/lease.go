@@ -25,7 +25,7 @@ type Lease struct {
 func (h *Handover) Lease(ctx context.Context) (*Lease, error) {
 	for {
 		h.mu.Lock()
-		changed := h.leaseFree
+		changed := h.news
 		switch {
 		case h.phase == phaseClosed:
 			h.mu.Unlock()
@@ -69,7 +69,7 @@ func (h *Handover) awaitLease(ctx context.Context) error {
 	defer cancel()
 	for {
 		h.mu.Lock()
-		l, changed := h.lease, h.leaseFree
+		l, changed := h.lease, h.news
 		h.mu.Unlock()
 		if l == nil {
 			return nil

@@ -42,6 +42,8 @@ type Options struct {
 	// Environ returns the successor's environment, afresh for each. Default:
 	// os.Environ.
 	Environ func() []string
+	// Stdout and Stderr are the successor's. Default: those of this process.
+	Stdout, Stderr *os.File
 	// Signals start an upgrade. Default (nil): SIGHUP and SIGUSR2. Empty and not
 	// nil: none.
 	Signals []os.Signal
@@ -123,6 +125,12 @@ func (o *Options) defaults() error {
 	}
 	if o.Environ == nil {
 		o.Environ = os.Environ
+	}
+	if o.Stdout == nil {
+		o.Stdout = os.Stdout
+	}
+	if o.Stderr == nil {
+		o.Stderr = os.Stderr
 	}
 	if o.Signals == nil {
 		o.Signals = []os.Signal{syscall.SIGHUP, syscall.SIGUSR2}

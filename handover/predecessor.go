@@ -535,7 +535,7 @@ func (h *Handover) startChild(end *os.File) (*child, error) {
 		}
 		path = found
 	}
-	cmd := &exec.Cmd{Path: path, Args: line, Dir: h.opt.Dir, Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr, ExtraFiles: []*os.File{end}}
+	cmd := &exec.Cmd{Path: path, Args: line, Dir: h.opt.Dir, Stdin: os.Stdin, Stdout: h.opt.Stdout, Stderr: h.opt.Stderr, ExtraFiles: []*os.File{end}}
 	for _, v := range h.opt.Environ() {
 		switch name, _, _ := strings.Cut(v, "="); name {
 		case envFD, "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES":
