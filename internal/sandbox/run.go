@@ -47,15 +47,8 @@ type Command struct {
 // The result is receive's error when there is one of type EnvironmentError or
 // the sandbox ended as it should.
 func Run(ctx context.Context, c Command, receive func(io.Reader) error) error {
-	if os.Geteuid() != 0 {
-		return &EnvironmentError{fmt.Sprintf("needs root: %s; run it with sudo", c.Purpose)}
-	}
-	have, err := capset.Effective()
-	if err != nil {
+	if err := Check(c.Purpose); err != nil {
 		return err
-	}
-	if missing := have.Missing(capset.SysAdmin, capset.NetAdmin); len(missing) > 0 {
-		return &EnvironmentError{fmt.Sprintf("needs %s: %s; in a container, run it privileged", capset.Names(missing), c.Purpose)}
 	}
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -120,6 +113,22 @@ func Run(ctx context.Context, c Command, receive func(io.Reader) error) error {
 		return fmt.Errorf("sandbox: %w%s", waited, tail.Because())
 	}
 	return failed
+}
+
+// Check finds out whether this process has the rights to run a sandbox, for the
+// purpose.
+func Check(purpose string) error {
+	if os.Geteuid() != 0 {
+		return &EnvironmentError{fmt.Sprintf("needs root: %s; run it with sudo", purpose)}
+	}
+	have, err := capset.Effective()
+	if err != nil {
+		return err
+	}
+	if missing := have.Missing(capset.SysAdmin, capset.NetAdmin); len(missing) > 0 {
+		return &EnvironmentError{fmt.Sprintf("needs %s: %s; in a container, run it privileged", capset.Names(missing), purpose)}
+	}
+	return nil
 }
 
 // Enter is called first in the sandbox. It makes sure that this is one indeed:

@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"instar/cmd/instar/demo"
+	"instar/internal/sandbox"
 )
 
 // defaultPage is the file that the demo writes.
@@ -76,20 +77,6 @@ until then, there is no page, and the exit code is 130.`,
 
 // hiddenCommands are the processes of the demo.
 func (a *app) hiddenCommands() []*cobra.Command {
-	process := func(name string, run func(args []string) int) *cobra.Command {
-		return &cobra.Command{
-			Use:                name,
-			Hidden:             true,
-			DisableFlagParsing: true,
-			Args:               cobra.ArbitraryArgs,
-			RunE: func(_ *cobra.Command, args []string) error {
-				if code := run(args); code != 0 {
-					return &codeError{code, errSilent}
-				}
-				return nil
-			},
-		}
-	}
 	return []*cobra.Command{
 		process(demo.SandboxCommand, func(args []string) int {
 			ctx, stop := a.env.Interruptible(a.env.Context)
@@ -99,6 +86,22 @@ func (a *app) hiddenCommands() []*cobra.Command {
 		process(demo.ServerCommand, func(args []string) int {
 			return demo.Server(a.env.Context, args, a.env.Stdout, a.env.Stderr, a.env.Getenv)
 		}),
+	}
+}
+
+// process is a hidden command that is a process of a demonstration.
+func process(name string, run func(args []string) int) *cobra.Command {
+	return &cobra.Command{
+		Use:                name,
+		Hidden:             true,
+		DisableFlagParsing: true,
+		Args:               cobra.ArbitraryArgs,
+		RunE: func(_ *cobra.Command, args []string) error {
+			if code := run(args); code != 0 {
+				return &codeError{code, errSilent}
+			}
+			return nil
+		},
 	}
 }
 
@@ -112,7 +115,7 @@ func (a *app) demo(o demo.Options, html string) error {
 	p := &progress{w: a.env.Stderr, live: a.env.Terminal(a.env.Stderr), colours: a.env.colours(a.env.Stderr), several: o.Compare}
 	report, err := demo.Run(ctx, o, demo.Hooks{Self: a.env.Self, Stderr: a.env.Stderr, Event: p.event, Status: p.status})
 	p.clear()
-	var environment *demo.EnvironmentError
+	var environment *sandbox.EnvironmentError
 	switch {
 	case errors.Is(err, context.Canceled):
 		interrupted := fmt.Errorf("demo: %w", errInterrupted)

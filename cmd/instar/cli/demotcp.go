@@ -88,22 +88,6 @@ early: the table has the scenarios that were completed, and the exit code is 130
 	return cmd
 }
 
-// process is a hidden command that is a process of a demonstration.
-func process(name string, run func(args []string) int) *cobra.Command {
-	return &cobra.Command{
-		Use:                name,
-		Hidden:             true,
-		DisableFlagParsing: true,
-		Args:               cobra.ArbitraryArgs,
-		RunE: func(_ *cobra.Command, args []string) error {
-			if code := run(args); code != 0 {
-				return &codeError{code, errSilent}
-			}
-			return nil
-		},
-	}
-}
-
 func (a *app) demoTCP(o tcpdemo.Options) error {
 	ctx, stop := a.env.Interruptible(a.env.Context)
 	defer stop()

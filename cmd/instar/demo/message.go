@@ -3,10 +3,9 @@
 package demo
 
 import (
-	"encoding/json"
-	"io"
-	"sync"
 	"time"
+
+	"instar/internal/sandbox"
 )
 
 // Event is something that happened, for a line of progress.
@@ -31,10 +30,10 @@ type Status struct {
 
 // message is one line from the sandbox to the command: one field is set.
 type message struct {
-	Event  *Event    `json:"event,omitempty"`
-	Status *Status   `json:"status,omitempty"`
-	Report *document `json:"report,omitempty"`
-	Fail   *failure  `json:"fail,omitempty"`
+	Event  *Event           `json:"event,omitempty"`
+	Status *Status          `json:"status,omitempty"`
+	Report *document        `json:"report,omitempty"`
+	Fail   *sandbox.Failure `json:"fail,omitempty"`
 }
 
 // document is a report with its timelines, one a run.
@@ -59,27 +58,4 @@ func (d *document) report() Report {
 		}
 	}
 	return r
-}
-
-// failure is an error that ends the demo before there is a whole report.
-type failure struct {
-	Text string `json:"text"`
-	// Environment says that the machine lacks something.
-	Environment bool `json:"environment,omitempty"`
-}
-
-// sender writes messages; it may be used from several goroutines.
-type sender struct {
-	mu  sync.Mutex
-	enc *json.Encoder
-}
-
-func newSender(w io.Writer) *sender { return &sender{enc: json.NewEncoder(w)} }
-
-// send writes one line. A command that is gone cannot be told anything: the
-// sandbox learns of it by a signal, so an error here says nothing new.
-func (s *sender) send(m message) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	_ = s.enc.Encode(m)
 }

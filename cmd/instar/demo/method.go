@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"instar/internal/sandbox"
 	"instar/quicdemo"
 )
 
@@ -32,8 +33,8 @@ type runner struct {
 	o       Options
 	root    string // the pin folder, on the bpffs
 	self    [2]string
-	starter *starter
-	out     *sender
+	starter *sandbox.Starter
+	out     *sandbox.Sender
 	load    func(context.Context, Options, func(quicdemo.Sample)) (*quicdemo.Result, error)
 
 	mu      sync.Mutex
@@ -59,7 +60,7 @@ type loaded struct {
 // runMethod replaces a server under load as often as the options say. An error
 // means that there is no result, unless the result says that it was interrupted;
 // losses are in the result.
-func runMethod(ctx context.Context, m Method, o Options, self [2]string, root string, st *starter, out *sender) (Result, error) {
+func runMethod(ctx context.Context, m Method, o Options, self [2]string, root string, st *sandbox.Starter, out *sandbox.Sender) (Result, error) {
 	r := &runner{method: m, o: o, root: root, self: self, starter: st, out: out, load: load}
 	return r.do(ctx)
 }
@@ -177,23 +178,23 @@ func (r *runner) start(ctx context.Context) (*server, error) {
 	}
 	r.mu.Lock()
 	r.servers = append(r.servers, s)
-	r.info = append(r.info, Process{Number: number, PID: s.cmd.Process.Pid, Started: r.at(began)})
+	r.info = append(r.info, Process{Number: number, PID: s.PID, Started: r.at(began)})
 	r.mu.Unlock()
 	if err := s.waitReady(ctx, readyPatience); err != nil {
 		if ctx.Err() != nil {
 			return nil, ctx.Err() // it may serve already, and is killed with the others
 		}
-		s.kill()
+		s.Kill()
 		r.end(s)
 		return nil, err
 	}
 	now := time.Now()
 	r.mark(s, func(g *Process) { g.Active = new(r.at(now)) })
 	if number == 1 {
-		r.event(false, "generation 1 (pid %d) serves", s.cmd.Process.Pid)
+		r.event(false, "generation 1 (pid %d) serves", s.PID)
 	} else {
 		r.event(false, "upgrade %d of %d: generation %d (pid %d) serves, %v after its start",
-			number-1, r.o.Upgrades, number, s.cmd.Process.Pid, now.Sub(began).Round(time.Millisecond))
+			number-1, r.o.Upgrades, number, s.PID, now.Sub(began).Round(time.Millisecond))
 	}
 	return s, nil
 }
@@ -205,15 +206,15 @@ func (r *runner) upgrade(ctx context.Context, old *server) (*server, error) {
 	case MethodRestart:
 		r.replaced(old)
 		old.terminate()
-		if !old.wait(ctx, stopPatience) {
+		if !old.Wait(ctx, stopPatience) {
 			old.terminate() // at once, as a service manager would
 		}
-		if !old.wait(ctx, drainPatience) {
+		if !old.Wait(ctx, drainPatience) {
 			if ctx.Err() != nil {
 				return nil, ctx.Err()
 			}
 			r.fail("generation %d did not stop within %v", old.number, drainPatience)
-			old.kill()
+			old.Kill()
 		}
 		r.ended(old)
 		return r.start(ctx)
@@ -227,7 +228,7 @@ func (r *runner) upgrade(ctx context.Context, old *server) (*server, error) {
 			old.terminate()
 		}
 		r.watchers.Go(func() {
-			<-old.ended
+			<-old.Ended()
 			r.ended(old)
 		})
 		return next, nil
@@ -250,16 +251,16 @@ func (r *runner) finish(ctx context.Context, current *server) {
 		if s == current {
 			continue
 		}
-		if !s.wait(ctx, time.Until(deadline)) && ctx.Err() == nil {
-			r.fail("generation %d (pid %d) still drains %v after the load ended", s.number, s.cmd.Process.Pid, drainPatience)
-			s.kill()
+		if !s.Wait(ctx, time.Until(deadline)) && ctx.Err() == nil {
+			r.fail("generation %d (pid %d) still drains %v after the load ended", s.number, s.PID, drainPatience)
+			s.Kill()
 		}
 		r.ended(s)
 	}
 	current.terminate()
-	if !current.wait(ctx, drainPatience) && ctx.Err() == nil {
-		r.fail("generation %d (pid %d) did not stop within %v", current.number, current.cmd.Process.Pid, drainPatience)
-		current.kill()
+	if !current.Wait(ctx, drainPatience) && ctx.Err() == nil {
+		r.fail("generation %d (pid %d) did not stop within %v", current.number, current.PID, drainPatience)
+		current.Kill()
 	}
 	r.ended(current)
 }
@@ -267,17 +268,17 @@ func (r *runner) finish(ctx context.Context, current *server) {
 // ended records how a server ended, once.
 func (r *runner) ended(s *server) {
 	select {
-	case <-s.ended:
+	case <-s.Ended():
 	default:
 		return // we were interrupted
 	}
 	switch {
 	case r.killed.Load():
 	case !r.end(s): // it was said before
-	case s.err != nil:
-		r.fail("generation %d (pid %d) ended with %s%s", s.number, s.cmd.Process.Pid, s.how(), s.tail.because())
+	case s.Err() != nil:
+		r.fail("generation %d (pid %d) ended with %s%s", s.number, s.PID, s.How(), s.Tail.Because())
 	default:
-		r.event(false, "generation %d (pid %d) ended with exit code 0", s.number, s.cmd.Process.Pid)
+		r.event(false, "generation %d (pid %d) ended with exit code 0", s.number, s.PID)
 	}
 }
 
@@ -285,7 +286,7 @@ func (r *runner) ended(s *server) {
 func (r *runner) end(s *server) (first bool) {
 	r.mark(s, func(g *Process) {
 		if first = g.Ended == nil; first {
-			g.Ended, g.ExitCode = new(r.at(s.endedAt)), new(s.exitCode())
+			g.Ended, g.ExitCode = new(r.at(s.EndedAt())), new(s.ExitCode())
 		}
 	})
 	return first
@@ -327,7 +328,7 @@ func (r *runner) event(bad bool, format string, args ...any) {
 		at = time.Since(r.zero)
 	}
 	r.mu.Unlock()
-	r.out.send(message{Event: &Event{Method: r.method, At: at, Text: fmt.Sprintf(format, args...), Bad: bad}})
+	r.out.Send(message{Event: &Event{Method: r.method, At: at, Text: fmt.Sprintf(format, args...), Bad: bad}})
 }
 
 // sample takes one step of the load.
@@ -378,7 +379,7 @@ func (r *runner) reportStatus(ctx context.Context) {
 		}
 		s.Requests, s.Failures = r.requests, r.failures
 		r.mu.Unlock()
-		r.out.send(message{Status: &s})
+		r.out.Send(message{Status: &s})
 	}
 }
 
@@ -411,7 +412,7 @@ func (r *runner) killAll() {
 	servers := append([]*server(nil), r.servers...)
 	r.mu.Unlock()
 	for _, s := range servers {
-		s.kill()
+		s.Kill()
 	}
 	r.watchers.Wait()
 }

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"instar/internal/sandbox"
 	"instar/internal/testutil"
 	"instar/quicdemo"
 )
@@ -40,13 +41,13 @@ while :; do sleep 0.01; done
 func startFake(t *testing.T, body string) *server {
 	t.Helper()
 	fakeServer(t, body)
-	st := newStarter()
-	t.Cleanup(st.stop)
+	st := sandbox.NewStarter()
+	t.Cleanup(st.Stop)
 	s, err := startServer(st, 1, shell, nil, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(s.kill)
+	t.Cleanup(s.Kill)
 	return s
 }
 
@@ -55,12 +56,12 @@ func TestServerServes(t *testing.T) {
 	if err := s.waitReady(t.Context(), time.Minute); err != nil {
 		t.Fatal(err)
 	}
-	if s.wait(t.Context(), 0) {
+	if s.Wait(t.Context(), 0) {
 		t.Error("it ended by itself")
 	}
 	s.terminate()
-	if !s.wait(t.Context(), time.Minute) || s.how() != "exit code 0" || s.exitCode() != 0 {
-		t.Errorf("ended with %s", s.how())
+	if !s.Wait(t.Context(), time.Minute) || s.How() != "exit code 0" || s.ExitCode() != 0 {
+		t.Errorf("ended with %s", s.How())
 	}
 }
 
@@ -91,12 +92,12 @@ func TestServerKilled(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.terminate()
-	if s.wait(t.Context(), 50*time.Millisecond) {
+	if s.Wait(t.Context(), 50*time.Millisecond) {
 		t.Error("it ended although it ignores the signal")
 	}
-	s.kill()
-	if s.exitCode() != -1 || s.how() != "signal: killed" {
-		t.Errorf("ended with %s", s.how())
+	s.Kill()
+	if s.ExitCode() != -1 || s.How() != "signal: killed" {
+		t.Errorf("ended with %s", s.How())
 	}
 }
 
@@ -119,10 +120,10 @@ func TestUpgradeFails(t *testing.T) {
 	for _, method := range []Method{MethodRestart, MethodReuseport} {
 		t.Run(string(method), func(t *testing.T) {
 			fakeServer(t, `if [ "$QUICDEMO_GENERATION" = 2 ]; then echo no way >&2; exit 3; fi`+serving)
-			st := newStarter()
-			defer st.stop()
+			st := sandbox.NewStarter()
+			defer st.Stop()
 			var out bytes.Buffer
-			r := &runner{method: method, o: Options{Upgrades: 2, Duration: leadIn + 1500*time.Millisecond}, self: shell, starter: st, out: newSender(&out),
+			r := &runner{method: method, o: Options{Upgrades: 2, Duration: leadIn + 1500*time.Millisecond}, self: shell, starter: st, out: sandbox.NewSender(&out),
 				load: fakeLoad(quicdemo.Result{Requests: 10, FailedRequests: 3})}
 			got, err := r.do(t.Context())
 			if err != nil {
@@ -161,11 +162,11 @@ func TestUpgradeFails(t *testing.T) {
 // leaves no server.
 func TestRunInterrupted(t *testing.T) {
 	fakeServer(t, serving)
-	st := newStarter()
-	defer st.stop()
+	st := sandbox.NewStarter()
+	defer st.Stop()
 	ctx, cancel := context.WithCancel(t.Context())
 	var out bytes.Buffer
-	r := &runner{method: MethodRestart, o: Options{Upgrades: 1, Duration: time.Hour}, self: shell, starter: st, out: newSender(&out),
+	r := &runner{method: MethodRestart, o: Options{Upgrades: 1, Duration: time.Hour}, self: shell, starter: st, out: sandbox.NewSender(&out),
 		load: func(ctx context.Context, _ Options, _ func(quicdemo.Sample)) (*quicdemo.Result, error) {
 			cancel()
 			<-ctx.Done()
@@ -174,7 +175,7 @@ func TestRunInterrupted(t *testing.T) {
 	if _, err := r.do(ctx); !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v", err)
 	}
-	if len(r.servers) != 1 || !r.servers[0].wait(t.Context(), 0) {
+	if len(r.servers) != 1 || !r.servers[0].Wait(t.Context(), 0) {
 		t.Errorf("servers left of %d", len(r.servers))
 	}
 	if strings.Contains(out.String(), "ended with") {
@@ -186,16 +187,16 @@ func TestRunInterrupted(t *testing.T) {
 // when a run is told to end, and that requests under way still find the server.
 func TestRunInterruptedKeepsResult(t *testing.T) {
 	fakeServer(t, serving)
-	st := newStarter()
-	defer st.stop()
+	st := sandbox.NewStarter()
+	defer st.Stop()
 	ctx, cancel := context.WithCancel(t.Context())
 	var r *runner
-	r = &runner{method: MethodReuseport, o: Options{Upgrades: 1, Duration: time.Hour}, self: shell, starter: st, out: newSender(&bytes.Buffer{}),
+	r = &runner{method: MethodReuseport, o: Options{Upgrades: 1, Duration: time.Hour}, self: shell, starter: st, out: sandbox.NewSender(&bytes.Buffer{}),
 		load: func(ctx context.Context, _ Options, sample func(quicdemo.Sample)) (*quicdemo.Result, error) {
 			sample(quicdemo.Sample{At: step, Requests: map[uint32]int{1: 7}})
 			cancel()
 			<-ctx.Done()
-			if r.servers[0].wait(t.Context(), 50*time.Millisecond) {
+			if r.servers[0].Wait(t.Context(), 50*time.Millisecond) {
 				t.Error("the server ended before the load")
 			}
 			return &quicdemo.Result{Requests: 8, Seconds: 1}, nil
@@ -207,7 +208,7 @@ func TestRunInterruptedKeepsResult(t *testing.T) {
 	if !got.Interrupted || got.Requests != 8 || got.ServerFailures != 0 || len(got.Timeline) != 1 || len(got.Servers) != 1 {
 		t.Errorf("%+v", got)
 	}
-	if !r.servers[0].wait(t.Context(), 0) {
+	if !r.servers[0].Wait(t.Context(), 0) {
 		t.Error("the server is left")
 	}
 }

@@ -5,6 +5,7 @@ package demo
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"regexp"
 	"strings"
 	"testing"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"instar/internal/sandbox"
 	"instar/quicdemo"
 )
 
@@ -43,7 +45,7 @@ func testReport() *Report {
 	return &Report{
 		Started: time.Date(2026, 2, 3, 4, 5, 6, 0, time.UTC),
 		Options: Options{Upgrades: 1, Connections: 200, Rate: 50, Workers: 4, Compare: true, Seed: 42},
-		Host:    Host{Kernel: "6.18.0", CPUs: 2, Arch: "amd64"},
+		Host:    sandbox.Host{Kernel: "6.18.0", CPUs: 2, Arch: "amd64"},
 		Runs:    []Result{good, bad},
 	}
 }
@@ -174,23 +176,20 @@ func TestWriteTableInterrupted(t *testing.T) {
 func TestMessages(t *testing.T) {
 	want := testReport()
 	var buf bytes.Buffer
-	s := newSender(&buf)
-	s.send(message{Event: &Event{Text: "begins"}})
-	s.send(message{Status: &Status{Requests: 7}})
-	s.send(message{Report: newDocument(*want)})
-	s.send(message{Fail: &failure{Text: "x", Environment: true}})
+	s := sandbox.NewSender(&buf)
+	s.Send(message{Event: &Event{Text: "begins"}})
+	s.Send(message{Status: &Status{Requests: 7}})
+	s.Send(message{Report: newDocument(*want)})
+	s.Send(message{Fail: &sandbox.Failure{Text: "x", Environment: true}})
 	var events, statuses int
-	doc, fail, err := receive(&buf, Hooks{Event: func(Event) { events++ }, Status: func(Status) { statuses++ }})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if events != 1 || statuses != 1 || fail == nil || !fail.Environment {
-		t.Errorf("%d events, %d statuses, %+v", events, statuses, fail)
+	doc, err := receive(&buf, Hooks{Event: func(Event) { events++ }, Status: func(Status) { statuses++ }})
+	if environment, ok := errors.AsType[*sandbox.EnvironmentError](err); !ok || environment.Text != "x" || events != 1 || statuses != 1 {
+		t.Errorf("%d events, %d statuses, %v", events, statuses, err)
 	}
 	if diff := cmp.Diff(*want, doc.report()); diff != "" {
 		t.Error(diff)
 	}
-	if _, _, err := receive(strings.NewReader(`{"event":`), Hooks{}); err == nil {
+	if _, err := receive(strings.NewReader(`{"event":`), Hooks{}); err == nil {
 		t.Error("half a message is no error")
 	}
 }
@@ -258,23 +257,5 @@ func TestNumbers(t *testing.T) {
 	}
 	if times(1) != "once" || times(2) != "twice" || times(3) != "3 times" {
 		t.Error("times")
-	}
-}
-
-func TestTailBuffer(t *testing.T) {
-	var tail tailBuffer
-	if got := tail.because(); got != "" {
-		t.Errorf("empty: %q", got)
-	}
-	for range 3 {
-		if _, err := tail.Write(bytes.Repeat([]byte("x"), tailSize)); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if _, err := tail.Write([]byte("\nlast words\n\n")); err != nil {
-		t.Fatal(err)
-	}
-	if got := tail.because(); got != ": last words" || len(tail.buf) != tailSize {
-		t.Errorf("%d bytes, %q", len(tail.buf), got)
 	}
 }

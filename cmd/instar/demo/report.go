@@ -5,22 +5,16 @@ package demo
 import (
 	"time"
 
+	"instar/internal/sandbox"
 	"instar/quicdemo"
 )
 
 // Report is what the demo found.
 type Report struct {
-	Started time.Time `json:"started"`
-	Options Options   `json:"options"`
-	Host    Host      `json:"host"`
-	Runs    []Result  `json:"runs"`
-}
-
-// Host is the machine that the demo ran on.
-type Host struct {
-	Kernel string `json:"kernel"`
-	CPUs   int    `json:"cpus"`
-	Arch   string `json:"arch"`
+	Started time.Time    `json:"started"`
+	Options Options      `json:"options"`
+	Host    sandbox.Host `json:"host"`
+	Runs    []Result     `json:"runs"`
 }
 
 // Result is one method under load.
