@@ -126,12 +126,14 @@ func (h *Handover) see(ctx context.Context, p *peer, theirs *hello, child *child
 		}
 		if cause := context.Cause(ctx); cause != nil {
 			err = cause
+		} else if errors.Is(err, os.ErrDeadlineExceeded) {
+			err = fmt.Errorf("not ready after %v: %w", h.opt.UpgradeTimeout, err)
 		}
 		if !errors.Is(err, errPeerGone) && !errors.As(err, new(*RefusedError)) {
 			p.refuse(err)
 		}
 		h.tellManager(func() error { return h.manager.Ready(h.statusLine() + "; the last upgrade failed") })
-		child.end(2 * time.Second)
+		h.endChild(child, 2*time.Second)
 		return err
 	}
 
@@ -151,7 +153,7 @@ func (h *Handover) see(ctx context.Context, p *peer, theirs *hello, child *child
 	h.takeBack(p, err)
 	_ = own.held.Close()
 	// It may have connections by now, and drains; unless it hangs.
-	child.end(h.opt.UpgradeTimeout)
+	h.endChild(child, h.opt.UpgradeTimeout)
 	return err
 }
 
@@ -592,20 +594,30 @@ func rawRead(file *os.File, f func(fd int) bool) error {
 	return raw.Read(func(fd uintptr) bool { return f(int(fd)) })
 }
 
-// end waits for the child, and kills it when it takes too long.
-func (c *child) end(patience time.Duration) {
+// endChild makes sure that the child ends: it was told to, and is killed when it
+// takes too long. A process that stops itself waits for that, and not long.
+func (h *Handover) endChild(c *child, patience time.Duration) {
 	if c == nil {
 		return
 	}
-	go func() {
+	end := func() {
 		timer := time.NewTimer(patience)
 		defer timer.Stop()
-		select {
-		case <-c.exited:
-		case <-timer.C:
-			_ = c.cmd.Process.Kill()
+		closing := h.ctx.Done()
+		for {
+			select {
+			case <-c.exited:
+				return
+			case <-closing:
+				closing = nil
+				timer.Reset(min(patience, time.Second))
+			case <-timer.C:
+				_ = c.cmd.Process.Kill()
+				return
+			}
 		}
-	}()
+	}
+	h.wg.Go(end) // Close waits
 }
 
 // explain adds how the child ended.

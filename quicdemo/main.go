@@ -18,6 +18,8 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+
+	"instar/handover"
 )
 
 // Env is what Main uses of its process. Zero fields are the process's own.
@@ -25,6 +27,10 @@ type Env struct {
 	Stdout, Stderr io.Writer
 	Getenv         func(string) string
 }
+
+// envGeneration is the number to answer with in modes that know none, for who
+// starts several servers.
+const envGeneration = "QUICDEMO_GENERATION"
 
 // Exit codes of Main.
 const (
@@ -104,7 +110,7 @@ func serveCommand(env Env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "serve",
 		Short: "Serve HTTP/3",
-		Long: `Serve HTTP/3. When new connections come to this process, it writes
+		Long: `Serve HTTP/3, and HTTP/1.1 and HTTP/2 at the same port. When new connections come to this process, it writes
 
   ready generation=N pid=P addr=A
 
@@ -112,7 +118,9 @@ to standard output (with --json an object with more). Logs go to standard error.
 
 Signals:
   HUP, USR2   start the same command line again, from the file that is there now;
-              leave when the successor has taken over, serve on when it fails
+              leave when the successor has taken over, serve on when it fails.
+              The same happens when somebody else starts a second server with the
+              same --control
   TERM, INT   refuse new connections, say GOAWAY, wait for connections until the
               deadline, exit 0; with a predecessor that still drains: hand back to
               it and drain; while draining: close what is left
@@ -136,6 +144,9 @@ Pages: /  /status  /bytes/N?seed=S&ms=M  /stream?seconds=S  /slow?seconds=S`,
 	f.DurationVar(&cfg.HandshakeGrace, "handshake-grace", 3*time.Second, "time from being superseded to GOAWAY")
 	f.DurationVar(&cfg.DrainDeadline, "deadline", 30*time.Second, "longest time from GOAWAY to the end of the last connection")
 	f.DurationVar(&cfg.UpgradeTimeout, "upgrade-timeout", 30*time.Second, "time that a successor has to become ready")
+	f.DurationVar(&cfg.Probation, "probation", 5*time.Second, "time after an upgrade in which the predecessor takes back from a successor that fails")
+	f.StringVar(&cfg.Control, "control", "", "`path` of the control socket, for 'instar upgrade' and for a server that somebody else starts to take over (default \"@quicdemo-ADDR\", an abstract one)")
+	f.BoolVar(&cfg.TCP, "tcp", true, "serve HTTP/1.1 and HTTP/2 at the same port (mode instar)")
 	f.BoolVar(&asJSON, "json", false, "write the ready line, and logs, as JSON")
 	f.BoolVarP(&verbose, "verbose", "v", false, "log debug messages")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
@@ -145,24 +156,21 @@ Pages: /  /status  /bytes/N?seed=S&ms=M  /stream?seconds=S  /slow?seconds=S`,
 		default:
 			return usageError{fmt.Errorf("unknown mode %q", mode)}
 		}
-		if cfg.HandshakeGrace == 0 {
-			cfg.HandshakeGrace = -1
+		// On the command line 0 means none.
+		for _, d := range []*time.Duration{&cfg.HandshakeGrace, &cfg.Probation} {
+			if *d == 0 {
+				*d = -1
+			}
+		}
+		if cfg.Control == "" && cfg.Mode == ModeInstar {
+			cfg.Control = "@quicdemo-" + cfg.Addr
 		}
 		return serve(cmd.Context(), cfg, asJSON, verbose, env)
 	}
 	return cmd
 }
 
-func serve(ctx context.Context, cfg ServerConfig, asJSON, verbose bool, env Env) (err error) {
-	up, err := openPredecessor(env.Getenv)
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			up.tell(report{Error: err.Error()})
-		}
-	}()
+func serve(ctx context.Context, cfg ServerConfig, asJSON, verbose bool, env Env) error {
 	if text := env.Getenv(envGeneration); text != "" {
 		n, err := strconv.ParseUint(text, 10, 32)
 		if err != nil {
@@ -189,7 +197,6 @@ func serve(ctx context.Context, cfg ServerConfig, asJSON, verbose bool, env Env)
 		if _, err := env.Stdout.Write(line); err != nil {
 			cfg.Logger.Warn("nobody reads the ready line", "error", err)
 		}
-		up.tell(report{Ready: &r})
 	}
 	server, err := NewServer(cfg)
 	if err != nil {
@@ -208,7 +215,7 @@ func serve(ctx context.Context, cfg ServerConfig, asJSON, verbose bool, env Env)
 	upgrades := 0
 	finished := func(err error) {
 		upgrades--
-		if err != nil {
+		if errors.Is(err, handover.ErrNotActive) { // the others are in the log already
 			cfg.Logger.Error("no upgrade", "build", server.cfg.Build, "error", err)
 		}
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/quic-go/quic-go"
 	"github.com/quic-go/quic-go/http3"
 
+	"instar/handover"
 	"instar/internal/build"
 )
 
@@ -74,7 +75,15 @@ type ServerConfig struct {
 	// UpgradeTimeout is how long a successor may take to become ready before it
 	// is killed. Default 30 s.
 	UpgradeTimeout time.Duration
-	// Stdout and Stderr are the successor's. Default: none.
+	// Probation is how long this server stays ready to take back from its
+	// successor. Default 5 s, negative for none.
+	Probation time.Duration
+	// Control is the path of the control socket ("@NAME" for an abstract one), at
+	// which a server that was started by somebody else takes over. Default none.
+	Control string
+	// TCP serves HTTP/1.1 and HTTP/2 at the same address and port (ModeInstar).
+	TCP bool
+	// Stdout and Stderr are the successor's. Default: those of this process.
 	Stdout, Stderr *os.File
 
 	// Ready is called once new connections come to this server.
@@ -99,15 +108,15 @@ type Ready struct {
 // Server is one generation of the HTTP/3 server. Make it with NewServer, run
 // it with Run, once.
 type Server struct {
-	cfg       ServerConfig
-	log       *slog.Logger
-	sockets   sockets
-	conns     connSet
-	started   time.Time
-	requests  atomic.Int64
-	refusing  atomic.Bool // stopping with no successor
-	replaced  atomic.Bool // leaving to a successor
-	upgrading sync.Mutex
+	cfg      ServerConfig
+	log      *slog.Logger
+	sockets  sockets
+	conns    connSet
+	started  time.Time
+	requests atomic.Int64
+	refusing atomic.Bool // stopping with no successor
+	handover *handover.Handover
+	tcp      *tcpServer // nil without TCP
 
 	stopOnce sync.Once
 	stop     chan struct{} // closed by Stop
@@ -115,8 +124,7 @@ type Server struct {
 
 	transports []*quic.Transport
 	acceptors  sync.WaitGroup
-	closing    context.Context // done when Run ends, and no upgrade begins from then on
-	children   sync.WaitGroup  // one for each successor that is watched
+	followers  sync.WaitGroup
 }
 
 // NewServer checks the configuration and fills in its defaults. It opens
@@ -164,9 +172,6 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
-	if cfg.Command == nil {
-		cfg.Command = commandLine
-	}
 	if cfg.Environ == nil {
 		cfg.Environ = os.Environ()
 	}
@@ -186,14 +191,19 @@ func (s *Server) Run(ctx context.Context) (err error) {
 	s.started = time.Now()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	s.closing = ctx
-	if s.sockets, err = openSockets(ctx, &s.cfg); err != nil {
+	if s.handover, err = openHandover(ctx, &s.cfg); err != nil {
 		return err
+	}
+	if s.cfg.Mode != ModeInstar {
+		s.cfg.Generation = max(s.cfg.Generation, uint32(s.handover.Generation()))
+	}
+	if s.sockets, err = openSockets(ctx, &s.cfg); err != nil {
+		return errors.Join(err, s.handover.Abort(err))
 	}
 	s.log = s.cfg.Logger.With("generation", s.sockets.generation(), "build", s.cfg.Build)
 	defer func() {
 		cancel()
-		err = errors.Join(err, s.close())
+		err = errors.Join(err, s.close(err))
 	}()
 
 	// Everything runs before the first connection can come.
@@ -204,10 +214,17 @@ func (s *Server) Run(ctx context.Context) (err error) {
 	if err := s.listen(ctx, cert); err != nil {
 		return err
 	}
-	if err := s.sockets.activate(); err != nil {
+	if s.cfg.TCP && s.cfg.Mode == ModeInstar {
+		if err := s.serveTCP(cert); err != nil {
+			return err
+		}
+	}
+	s.handover.OnActivate(func(context.Context) error { return s.sockets.activate() })
+	if err := s.handover.Ready(ctx); err != nil {
 		return err
 	}
 	close(s.serving)
+	s.followers.Go(func() { s.follow(ctx) })
 	s.log.Info("serving", "mode", s.cfg.Mode, "addr", s.sockets.addr().String(), "workers", len(s.transports), "pid", os.Getpid())
 	if s.cfg.Ready != nil {
 		s.cfg.Ready(Ready{
@@ -220,17 +237,27 @@ func (s *Server) Run(ctx context.Context) (err error) {
 		})
 	}
 
+	tcp, leaving := make(chan error, 1), make(chan struct{})
+	s.followers.Go(func() {
+		select {
+		case <-s.handover.Superseded():
+		case <-s.stop:
+		case <-leaving:
+		case <-ctx.Done():
+		}
+		tcp <- s.tcp.drain(ctx)
+	})
 	s.serve(ctx)
-	if s.sockets.state() == "draining" {
-		s.replaced.Store(true)
-	}
+	s.leaveHandover()
+	close(leaving)
 	open, _ := s.conns.size()
 	s.conns.close(math.MaxInt, true)
 	if ctx.Err() == nil {
 		s.pause(ctx, s.conns.settle())
 	}
+	err = <-tcp
 	s.log.Info("left", "connections_closed", open)
-	return nil
+	return err
 }
 
 // serve returns when the server has nobody left to serve, or ctx is done.
@@ -243,6 +270,8 @@ func (s *Server) serve(ctx context.Context) {
 			return
 		case <-s.sockets.superseded():
 		case <-s.stop:
+			// Ends a probation: the predecessor takes back.
+			s.leaveHandover()
 			// Only once: two generations that stop would hand back for ever.
 			if stopping || !s.sockets.handBack() {
 				s.leave(ctx)
@@ -252,7 +281,6 @@ func (s *Server) serve(ctx context.Context) {
 			stopping, hurry = true, nil
 		}
 		if !s.retire(ctx, hurry) {
-			s.replaced.Store(true)
 			return
 		}
 		s.log.Info("active again, by a rollback or because the successor is gone")
@@ -261,6 +289,13 @@ func (s *Server) serve(ctx context.Context) {
 			stopping = true
 		default:
 		}
+	}
+}
+
+// leaveHandover ends this server's part in the succession, once.
+func (s *Server) leaveHandover() {
+	if err := s.handover.Close(); err != nil && !errors.Is(err, handover.ErrClosed) {
+		s.log.Warn("handover", "error", err)
 	}
 }
 
@@ -370,20 +405,35 @@ func (s *Server) retire(ctx context.Context, hurry <-chan struct{}) (reinstated 
 	return false
 }
 
-// grace waits for handshakes that are in flight; true when reinstated.
+// grace waits for handshakes that are in flight, and as long as the successor may
+// still fail; true when reinstated.
 func (s *Server) grace(ctx context.Context, hurry <-chan struct{}) bool {
-	if s.cfg.HandshakeGrace < 0 {
-		return false
-	}
-	ctx, cancel := context.WithTimeout(ctx, s.cfg.HandshakeGrace)
+	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	go func() {
+	s.followers.Go(func() {
+		defer cancel()
+		timer := time.NewTimer(max(s.cfg.HandshakeGrace, 0))
+		defer timer.Stop()
 		select {
+		case <-timer.C:
 		case <-hurry:
-			cancel()
+			return
 		case <-ctx.Done():
+			return
 		}
-	}()
+		stop := make(chan struct{})
+		defer close(stop)
+		settling, done := context.WithCancel(ctx)
+		defer done()
+		s.followers.Go(func() {
+			select {
+			case <-hurry:
+				done()
+			case <-stop:
+			}
+		})
+		_ = s.handover.Settled(settling)
+	})
 	return s.sockets.reinstated(ctx)
 }
 
@@ -456,16 +506,19 @@ func (s *Server) pause(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// close releases everything. The context of the accept loops is done.
-func (s *Server) close() error {
+// close releases everything. The context of the accept loops is done. failed is
+// why the server ends, if it does for a reason.
+func (s *Server) close(failed error) error {
 	var err error
 	s.acceptors.Wait()
+	if e := s.handover.Abort(failed); !errors.Is(e, handover.ErrClosed) {
+		err = errors.Join(err, e)
+	}
 	for _, t := range s.transports {
 		err = errors.Join(err, t.Close())
 	}
 	err = errors.Join(err, s.sockets.close())
 	s.conns.wg.Wait()
-	s.upgrading.Lock() // an upgrade that is under way ends, now that closing is done
-	s.children.Wait()
+	s.followers.Wait()
 	return err
 }

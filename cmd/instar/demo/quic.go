@@ -20,6 +20,8 @@ const (
 	// stay after that.
 	handshakeGrace = 2 * time.Second
 	drainDeadline  = 30 * time.Second
+	// probation is how long a predecessor can take back from its successor.
+	probation = time.Second
 	// stopDeadline is what a server that is stopped before the next one starts
 	// grants its connections: while it waits, nobody serves new ones.
 	stopDeadline = 500 * time.Millisecond
@@ -41,7 +43,7 @@ func serverArgs(m Method, number uint32, workers int, root string) (args, enviro
 	return []string{
 			"serve", "--json", "--mode", string(mode), "--addr", listen, "--root", root, "--service", service,
 			"--workers", strconv.Itoa(workers), "--build", "demo-" + n,
-			"--handshake-grace", handshakeGrace.String(), "--deadline", deadline.String(),
+			"--handshake-grace", handshakeGrace.String(), "--deadline", deadline.String(), "--probation", probation.String(),
 		},
 		// Servers without a group cannot count themselves.
 		[]string{"QUICDEMO_GENERATION=" + n}
