@@ -210,11 +210,9 @@ func (s *Server) Run(ctx context.Context) (err error) {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	if err := way.err(); err != nil {
-		return err
-	}
 	event(EventDraining, nil)
-	if err := leave(ctx); err != nil {
+	// One that was rolled back finishes what it has accepted, too.
+	if err := errors.Join(way.err(), leave(ctx)); err != nil {
 		return err
 	}
 	event(EventDrained, func(e *Event) { e.Requests = s.requests.Load() })
