@@ -44,7 +44,8 @@ the run of instar counts. Ctrl-C ends it early: the table has what was measured
 until then, there is no page, and the exit code is 130.`,
 		Example: `  sudo instar demo
   sudo instar demo --compare
-  sudo instar demo --upgrades 20 --connections 1000 --json`,
+  sudo instar demo --upgrades 20 --connections 1000 --json
+  sudo instar demo tcp`,
 		Args: args(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			for _, name := range []string{"upgrades", "connections", "rate", "workers", "duration"} {

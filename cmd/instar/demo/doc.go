@@ -9,9 +9,7 @@
 // same load can run against two naive methods: stop then start, and plain
 // SO_REUSEPORT.
 //
-// The processes form a tree. The sandbox gets SIGTERM when the command dies and
-// ends in order; its servers get SIGKILL when the sandbox dies. So nothing is
-// left behind, whichever of them is killed. The sandbox writes what happens as
-// lines of JSON to a pipe that it inherits as descriptor 3; the command shows
-// it and renders the report.
+// Nothing is left behind, whichever of the processes is killed (package
+// internal/sandbox). The sandbox writes what happens as lines of JSON; the
+// command shows it and renders the report.
 package demo
