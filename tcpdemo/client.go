@@ -122,6 +122,7 @@ func (c *client) do(q query) (told bool, err error) {
 		err = cmp.Or(c.ended, err)
 		return false, broken(err)
 	}
+	defer func() { _ = resp.Body.Close() }() // the whole was read, or something is wrong anyway
 	if g, err := strconv.Atoi(resp.Header.Get(HeaderGeneration)); err == nil {
 		c.generation = g
 	}
@@ -171,16 +172,19 @@ func (c *client) idle(ctx context.Context, until time.Time) (open bool, err erro
 	stop := context.AfterFunc(ctx, func() { _ = c.conn.SetReadDeadline(time.Unix(1, 0)) })
 	_, err = c.r.Peek(1)
 	stop()
-	if ctx.Err() != nil {
+	select {
+	case <-ctx.Done():
 		return true, nil
+	default:
 	}
+	how := classify(err)
 	switch {
+	case how == timedOut:
+		return true, nil
+	case how == cut, how == reset:
+		return false, nil
 	case err == nil:
 		return false, fmt.Errorf("%w: it was not asked for", errWrong)
-	case classify(err) == timedOut:
-		return true, nil
-	case classify(err) == cut, classify(err) == reset:
-		return false, nil
 	}
 	return false, err
 }

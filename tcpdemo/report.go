@@ -147,7 +147,7 @@ func (r *recorder) connected(k Kind, took time.Duration) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	// Who accepted it is known with the first answer only.
-	r.result.Counts.Connections++
+	r.result.Connections++
 	of := r.result.Kinds[k]
 	of.Connections++
 	r.result.Kinds[k] = of

@@ -72,7 +72,7 @@ func TestTCPTable(t *testing.T) {
 		{Scenario: "a", Method: tcpdemo.ModeRestart, OK: true, Verdict: "7 connections refused, as expected"},
 		{Scenario: "c", Title: "Instar", Method: tcpdemo.ModeInstar, Verdict: "1 lost", Problems: []string{"a problem"}},
 	}}
-	report.Scenarios[1].Result.Counts = tcpdemo.Counts{Connections: 10, Requests: 20, Wrong: 1, Other: 2}
+	report.Scenarios[1].Counts = tcpdemo.Counts{Connections: 10, Requests: 20, Wrong: 1, Other: 2}
 	report.Scenarios[1].Examples = []string{"an example"}
 	var plain, coloured bytes.Buffer
 	if err := writeTCPTable(&plain, report, false); err != nil {
