@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"instar/dispatch"
+	"instar/handover"
 	"instar/internal/testutil"
 	"instar/quicdemo"
 )
@@ -180,6 +181,7 @@ func (r *running) flush() { r.readers.Wait() }
 // server is quicdemo serve and its successors.
 type server struct {
 	*running
+	ns    *testutil.Netns
 	lines chan quicdemo.Ready
 	now   quicdemo.Ready // the generation that new connections go to
 }
@@ -187,8 +189,8 @@ type server struct {
 // serve starts a server and waits until it is ready.
 func (s *site) serve(user *syscall.Credential, args ...string) *server {
 	s.t.Helper()
-	p := &server{lines: make(chan quicdemo.Ready, 16)}
-	args = append([]string{"serve", "--json", "--addr", address, "--root", s.root}, args...)
+	p := &server{ns: s.ns, lines: make(chan quicdemo.Ready, 16)}
+	args = append([]string{"serve", "--json", "--addr", address, "--root", s.root, "--probation", "200ms"}, args...)
 	p.running = s.start(options{
 		dir:  "/",
 		user: user,
@@ -218,6 +220,12 @@ func (p *server) next() {
 func (p *server) upgrade() {
 	p.t.Helper()
 	before := p.now
+	testutil.WaitFor(p.t, patience, func() bool {
+		var status handover.Status
+		var err error
+		p.ns.Run(func() { status, err = handover.RequestStatus(p.t.Context(), "@quicdemo-"+address) })
+		return err == nil && status.PID == before.PID && !status.Probation
+	}, "the end of the probation")
 	if err := syscall.Kill(before.PID, syscall.SIGHUP); err != nil {
 		p.t.Fatal(err)
 	}
