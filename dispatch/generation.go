@@ -161,7 +161,7 @@ func (g *Group) bindFirst() (*net.UDPConn, error) {
 		return nil, err
 	}
 	if err := rawconn.Of(conn, g.attach); err != nil {
-		return nil, errors.Join(err, conn.Close())
+		return nil, errors.Join(err, closeSockets(conn))
 	}
 	return conn, nil
 }
@@ -333,12 +333,4 @@ func (n *Generation) Close() error {
 	return nil
 }
 
-func (n *Generation) closeConns() error {
-	var errs []error
-	for _, c := range n.conns {
-		if err := c.Close(); !errors.Is(err, net.ErrClosed) {
-			errs = append(errs, err)
-		}
-	}
-	return errors.Join(errs...)
-}
+func (n *Generation) closeConns() error { return closeSockets(n.conns...) }

@@ -148,7 +148,7 @@ func (g *Group) attachLive() error {
 	if err != nil {
 		return g.explainBind(err)
 	}
-	return errors.Join(rawconn.Of(conn, g.attach), conn.Close())
+	return errors.Join(rawconn.Of(conn, g.attach), closeSockets(conn))
 }
 
 // liveSockets counts the sockets of a group's map, whatever the layout of the rest.
