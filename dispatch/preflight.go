@@ -162,6 +162,9 @@ const (
 // net/ipv6/udp.c): IPv4 sockets come first, the latest of them, then IPv6 ones, the
 // earliest of them. A device adds nothing.
 func (k key) relate(s sockdiag.Socket, device int) relation {
+	if s.Device == noDevice {
+		return apart // it is being closed, see closeSockets
+	}
 	v4 := s.Family == unix.AF_INET
 	any4 := v4 || !s.V6Only && s.Local.Addr().IsUnspecified() || s.Local.Addr().Is4In6()
 	any6 := !v4 && !s.Local.Addr().Is4In6()
