@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"slices"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -16,7 +18,8 @@ import (
 // answerControl answers at the control socket while this process serves: the
 // listener is paused otherwise.
 func (h *Handover) answerControl() {
-	slots := make(chan struct{}, 16)
+	slots := make(chan struct{}, 64)
+	var silent quiet
 	for {
 		c, err := h.control.Accept()
 		if err != nil {
@@ -36,7 +39,7 @@ func (h *Handover) answerControl() {
 		case slots <- struct{}{}:
 			h.wg.Go(func() {
 				defer func() { <-slots }()
-				h.answer(c.(*net.UnixConn))
+				h.answer(c.(*net.UnixConn), &silent)
 			})
 		case <-h.ctx.Done():
 			_ = c.Close()
@@ -45,8 +48,34 @@ func (h *Handover) answerControl() {
 	}
 }
 
+// quiet are connections that have said nothing yet, in their order. A newer one
+// is worth more than an old one: peers that connect and say nothing do not keep
+// others out.
+type quiet struct {
+	mu  sync.Mutex
+	all []*net.UnixConn
+}
+
+// maxQuiet is less than the number of connections at once.
+const maxQuiet = 16
+
+func (q *quiet) add(c *net.UnixConn) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.all = append(q.all, c); len(q.all) > maxQuiet {
+		_ = q.all[0].SetReadDeadline(time.Unix(1, 0))
+		q.all = q.all[1:]
+	}
+}
+
+func (q *quiet) remove(c *net.UnixConn) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.all = slices.DeleteFunc(q.all, func(other *net.UnixConn) bool { return other == c })
+}
+
 // answer serves one connection of the control socket.
-func (h *Handover) answer(c *net.UnixConn) {
+func (h *Handover) answer(c *net.UnixConn, silent *quiet) {
 	p, err := newPeer(c)
 	if err != nil {
 		_ = c.Close()
@@ -59,7 +88,9 @@ func (h *Handover) answer(c *net.UnixConn) {
 		_ = p.send(frameRefuse, refusalOf(err))
 		return
 	}
+	silent.add(c)
 	f, err := p.receive()
+	silent.remove(c)
 	done()
 	if err != nil {
 		if !errors.Is(err, errPeerGone) {

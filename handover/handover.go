@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
 	"os"
 	"os/signal"
@@ -65,8 +66,11 @@ type Handover struct {
 	activate    []func(context.Context) error
 	write       func(context.Context, io.Writer) error
 	probation   bool // of this process
+	upgrading   bool // busy is held by an upgrade
 	activated   bool // OnActivate ran; only Ready uses it
 	lease       *Lease
+	leaseAway   bool          // a successor that was rolled back may still have it
+	handed      []string      // names that the predecessor handed over
 	news        chan struct{} // closed when the lease or the phase changes
 
 	superseded chan struct{}
@@ -114,14 +118,17 @@ func newHandover(options Options) (*Handover, error) {
 	}
 	h.log = options.Logger.With("server", options.Name, "build", options.Build)
 	h.ctx, h.cancel = context.WithCancel(context.Background())
+	if len(options.Signals) > 0 {
+		// Early: a signal to the whole process group must not kill a successor.
+		h.signals = make(chan os.Signal, 1)
+		signal.Notify(h.signals, options.Signals...)
+	}
 	if err := h.open(); err != nil {
 		return nil, errors.Join(err, h.Close())
 	}
 	h.log = h.log.With("generation", h.generation)
 	h.noteStrays()
-	if len(options.Signals) > 0 {
-		h.signals = make(chan os.Signal, 1)
-		signal.Notify(h.signals, options.Signals...)
+	if h.signals != nil {
 		h.wg.Go(h.obeySignals)
 	}
 	return h, nil
@@ -332,6 +339,9 @@ func (h *Handover) finish(cause error, successor *Peer) {
 	}
 	h.phase = phaseSuperseded
 	h.cause, h.successor = cause, successor
+	if h.lease != nil {
+		h.lease.cancel(cause)
+	}
 	all := h.listeners()
 	h.changed()
 	close(h.superseded)
@@ -398,6 +408,18 @@ func (h *Handover) Abort(reason error) error {
 	// One that is in its probation has a predecessor that takes back.
 	needed := h.from != nil && (h.phase == phaseStarting || h.probation)
 	last := !needed && (h.phase == phaseActive || h.phase == phaseStarting)
+	// What one that never served has made itself is nobody else's.
+	var made map[string]inode
+	if last || h.phase == phaseStarting {
+		made = maps.Clone(h.paths)
+	}
+	if h.opt.StoreDescriptors && h.manager != nil && h.phase == phaseActive {
+		// The service manager keeps the sockets; the next start needs their paths.
+		for _, it := range h.items {
+			delete(made, it.Address)
+		}
+	}
+	main := h.main
 	h.phase = phaseClosed
 	h.changed()
 	all := h.listeners()
@@ -417,12 +439,10 @@ func (h *Handover) Abort(reason error) error {
 	for _, l := range all {
 		_ = l.end(false)
 	}
-	if last {
-		for path, at := range h.paths {
-			err = errors.Join(err, unlink(path, at))
-		}
+	for path, at := range made {
+		err = errors.Join(err, unlink(path, at))
 	}
-	if last && h.main {
+	if last && main {
 		err = errors.Join(err, h.manager.Stopping())
 	}
 	h.wg.Wait()
@@ -479,14 +499,10 @@ func (h *Handover) Status() Status {
 	for _, l := range h.alive() {
 		s.Older = append(s.Older, l.Peer)
 	}
-	upgrading := !h.busy.TryLock()
-	if !upgrading {
-		h.busy.Unlock()
-	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	s.Peer, s.Successor = h.self(), h.successor
-	s.Phase, s.Upgrading, s.Probation = h.phase.String(), upgrading, h.probation
+	s.Phase, s.Upgrading, s.Probation = h.phase.String(), h.upgrading, h.probation
 	for name := range h.items {
 		s.Handed = append(s.Handed, name)
 	}
@@ -541,7 +557,8 @@ func (h *Handover) storeAll() {
 	old := h.stored
 	h.stored = nil
 	if h.predecessor != nil {
-		for name := range h.items {
+		// All that it stored, not only what this process took.
+		for _, name := range h.handed {
 			if name, err := systemd.StoreName(name, h.predecessor.Generation); err == nil {
 				old = append(old, name)
 			}

@@ -123,6 +123,9 @@ func (o *Options) defaults() error {
 	if o.Dir == "" {
 		o.Dir = startDir
 	}
+	if !filepath.IsAbs(o.Dir) {
+		o.Dir = filepath.Join(startDir, o.Dir)
+	}
 	if o.Environ == nil {
 		o.Environ = os.Environ
 	}

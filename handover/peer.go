@@ -24,6 +24,7 @@ type peer struct {
 	conn *net.UnixConn
 	cred unix.Ucred // of the other process; of an exec'd one: of this process
 
+	mu    sync.Mutex
 	pidfd int // of the predecessor, -1 when it is not watched
 
 	in  []byte // of the packet that was read last
@@ -82,6 +83,9 @@ func (p *peer) dead(err error) bool {
 	if !errors.Is(err, errPeerGone) {
 		return false
 	}
+	// It is closed by whoever is the first to close the connection.
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	if p.pidfd < 0 {
 		return unix.Kill(int(p.cred.Pid), 0) != nil
 	}
@@ -251,6 +255,8 @@ func (p *peer) lost(what string, err error) error {
 
 func (p *peer) close() {
 	_ = p.conn.Close()
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	if p.pidfd >= 0 {
 		_ = unix.Close(p.pidfd)
 		p.pidfd = -1

@@ -39,7 +39,15 @@ func (h *Handover) Upgrade(ctx context.Context) error {
 	return err
 }
 
-func (h *Handover) upgrade(ctx context.Context) error {
+func (h *Handover) upgrade(ctx context.Context) (err error) {
+	seen := false
+	defer func() {
+		// A manager that asked for it (Type=notify-reload) waits for both.
+		if err != nil && !seen && !errors.Is(err, ErrUpgrading) && !errors.Is(err, ErrNotActive) && !errors.Is(err, ErrClosed) {
+			h.tellManager(h.manager.Reloading)
+			h.tellFailure()
+		}
+	}()
 	release, err := h.beginUpgrade()
 	if err != nil {
 		return err
@@ -61,6 +69,7 @@ func (h *Handover) upgrade(ctx context.Context) error {
 		return err
 	}
 	h.log.Info("started a successor", "pid", child.pid(), "command", child.cmd.Path)
+	seen = true
 	err = h.see(ctx, p, nil, child)
 	if err != nil {
 		return child.explain(err)
@@ -78,9 +87,10 @@ func (h *Handover) beginUpgrade() (release func(), err error) {
 			h.busy.Unlock()
 		}
 	}()
-	older := h.alive()
+	h.alive()
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	older := h.older
 	switch {
 	case h.phase == phaseClosed:
 		return nil, ErrClosed
@@ -102,7 +112,13 @@ func (h *Handover) beginUpgrade() (release func(), err error) {
 		return nil, fmt.Errorf("%w: %d with this one, and MaxGenerations is %d; still draining: %s; %s",
 			ErrTooMany, len(older)+1, h.opt.MaxGenerations, strings.Join(list, ", "), what)
 	}
-	return h.busy.Unlock, nil
+	h.upgrading = true
+	return func() {
+		h.mu.Lock()
+		h.upgrading = false
+		h.mu.Unlock()
+		h.busy.Unlock()
+	}, nil
 }
 
 // upgradeContext also ends when this process is closed.
@@ -117,7 +133,12 @@ func (h *Handover) upgradeContext(ctx context.Context) (context.Context, context
 //
 // theirs is the successor's HELLO, nil when it was not read yet.
 func (h *Handover) see(ctx context.Context, p *peer, theirs *hello, child *child) (err error) {
-	defer p.close()
+	kept := false // the connection
+	defer func() {
+		if !kept {
+			p.close()
+		}
+	}()
 	h.tellManager(h.manager.Reloading)
 	own, err := h.prepare(ctx, p, theirs)
 	if err != nil {
@@ -132,7 +153,7 @@ func (h *Handover) see(ctx context.Context, p *peer, theirs *hello, child *child
 		if !errors.Is(err, errPeerGone) && !errors.As(err, new(*RefusedError)) {
 			p.refuse(err)
 		}
-		h.tellManager(func() error { return h.manager.Ready(h.statusLine() + "; the last upgrade failed") })
+		h.tellFailure()
 		h.endChild(child, 2*time.Second)
 		return err
 	}
@@ -150,6 +171,7 @@ func (h *Handover) see(ctx context.Context, p *peer, theirs *hello, child *child
 	if cause := context.Cause(ctx); cause != nil {
 		err = cause
 	}
+	kept = true
 	h.takeBack(p, err)
 	_ = own.held.Close()
 	// It may have connections by now, and drains; unless it hangs.
@@ -245,16 +267,20 @@ func (h *Handover) sendManifest(p *peer) (held *net.UnixConn, err error) {
 	if err := add(entry{Role: roleLifeline, Generation: h.generation, PID: os.Getpid(), Build: h.opt.Build}, given); err != nil {
 		return held, err
 	}
-	for _, l := range h.alive() {
+	h.alive()
+	h.mu.Lock()
+	// Under the lock: a Status at the same time may close them.
+	for _, l := range h.older {
 		fd, err := unix.FcntlInt(uintptr(l.fd), unix.F_DUPFD_CLOEXEC, 0)
-		if err != nil {
-			return held, os.NewSyscallError("fcntl", err)
+		err = os.NewSyscallError("fcntl", err)
+		if err == nil {
+			err = add(entry{Role: roleLifeline, Generation: l.Generation, PID: l.PID, Build: l.Build}, fd)
 		}
-		if err := add(entry{Role: roleLifeline, Generation: l.Generation, PID: l.PID, Build: l.Build}, fd); err != nil {
+		if err != nil {
+			h.mu.Unlock()
 			return held, err
 		}
 	}
-	h.mu.Lock()
 	items := make([]*item, 0, len(h.items)+1)
 	for _, it := range h.items {
 		items = append(items, it)
@@ -449,13 +475,14 @@ func (h *Handover) takeBack(p *peer, reason error) {
 	// First the word, then the deed: a successor that is only slow must know.
 	_ = p.conn.SetWriteDeadline(time.Now().Add(time.Second))
 	_ = p.send(frameRollback, refusalOf(reason))
-	p.close()
 	h.mu.Lock()
 	closing := h.phase == phaseClosed
 	h.mu.Unlock()
 	if closing {
+		p.close()
 		return
 	}
+	h.awaitReturn(p)
 	ctx, cancel := context.WithTimeout(context.Background(), h.opt.CommitTimeout)
 	defer cancel()
 	if err := h.runActivate(ctx); err != nil {
@@ -471,6 +498,11 @@ func (h *Handover) takeBack(p *peer, reason error) {
 		return h.manager.Send("MAINPID="+strconv.Itoa(os.Getpid()), "READY=1", "STATUS="+h.statusLine()+"; the last upgrade failed")
 	})
 	h.log.Warn("took back from the successor; serving", "reason", reason)
+}
+
+// tellFailure ends what Reloading began.
+func (h *Handover) tellFailure() {
+	h.tellManager(func() error { return h.manager.Ready(h.statusLine() + "; the last upgrade failed") })
 }
 
 // tellManager says something to the service manager, which is told by the main

@@ -88,9 +88,6 @@ func (h *Handover) Listen(name, network, address string) (net.Listener, error) {
 	h.take(got, it)
 	if h.phase == phaseActive {
 		l.resume()
-		if it.unlinks() {
-			h.own(it.Address)
-		}
 	}
 	return l, nil
 }
@@ -226,6 +223,8 @@ func (h *Handover) free(what, name string) error {
 		return fmt.Errorf("%s %q: a name has 1 to 200 printable ASCII characters without space and colon", what, name)
 	case h.items[name] != nil:
 		if h.items[name].closed() {
+			// The service manager's duplicate would keep the address in use.
+			h.unstore(h.items[name])
 			return nil
 		}
 		return fmt.Errorf("%s %q: the name is in use by a %s; each socket and file has its own", what, name, h.items[name].Role)
@@ -247,6 +246,10 @@ func (it *item) unlinks() bool {
 // of. Its caller holds mu.
 func (h *Handover) take(got *inherited, it *item) {
 	h.items[it.Name] = it
+	// Whoever made a path removes it if it never serves; who serves, see start.
+	if (got == nil || h.phase == phaseActive) && it.unlinks() {
+		h.own(it.Address)
+	}
 	if got != nil {
 		it.Borrowed = got.Borrowed || got.source == fromActivation
 		h.inherited = slices.DeleteFunc(h.inherited, func(i *inherited) bool { return i == got })
@@ -262,8 +265,8 @@ func (h *Handover) find(role roleName, name, network, address string) *inherited
 			candidates = append(candidates, i)
 		}
 	}
-	// The predecessor's first.
-	slices.SortStableFunc(candidates, func(a, b *inherited) int { return -cmp.Compare(a.source, b.source) })
+	// The predecessor's first: its socket is the one that is served now.
+	slices.SortStableFunc(candidates, func(a, b *inherited) int { return cmp.Compare(a.source, b.source) })
 	for _, i := range candidates {
 		if role != roleListener && role != rolePacket {
 			return i
@@ -422,8 +425,11 @@ func (i *inherited) check() error {
 		return err
 	}
 	want := i.entry
-	if want.Role == roleControl || want.Role == roleLifeline {
-		want.Role = got.Role
+	switch want.Role {
+	case roleControl:
+		want.Role = roleListener
+	case roleLifeline:
+		want.Role = roleConn
 	}
 	if got.Role != want.Role || got.Cookie != want.Cookie {
 		return fmt.Errorf("%w: %s is said to be a %s with cookie %#x and is a %s with cookie %#x", ErrProtocol, i, want.Role, want.Cookie, got.Role, got.Cookie)

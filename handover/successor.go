@@ -124,7 +124,16 @@ func (h *Handover) dialOrBind() (p *peer, err error) {
 		return h.bindControl()
 	}
 	if path[0] == '@' {
-		return p, open()
+		err := open()
+		for range 100 {
+			// No lock: another process was faster, and listens in a moment.
+			if !errors.Is(err, unix.EADDRINUSE) {
+				break
+			}
+			time.Sleep(10 * time.Millisecond)
+			err = open()
+		}
+		return p, err
 	}
 	return p, underLock(path, open)
 }
@@ -157,6 +166,8 @@ func (h *Handover) meet(p *peer) (err error) {
 	defer p.limit(h.ctx, h.opt.UpgradeTimeout)()
 	p.watch()
 	complete := false
+	started := !h.main // by exec
+	h.main = false     // until the predecessor let go
 	defer func() {
 		switch {
 		case err == nil:
@@ -172,11 +183,11 @@ func (h *Handover) meet(p *peer) (err error) {
 			if !complete {
 				h.predecessor = nil
 			}
-			if !h.main && h.control == nil && h.opt.Socket != "" {
-				// Started by exec: whoever is first at the socket now.
+			h.main = true
+			if started && h.control == nil && h.opt.Socket != "" {
+				// Whoever is first at the socket now.
 				err = h.openSocket()
 			}
-			h.main = true
 		default:
 			if !errors.As(err, new(*RefusedError)) && !errors.Is(err, errPeerGone) {
 				p.refuse(err)
@@ -256,6 +267,9 @@ func (h *Handover) accept(f frame) (last bool, err error) {
 			return false, err
 		}
 		h.inherited = append(h.inherited, i)
+		if e.Role != roleControl && e.Role != roleLifeline {
+			h.handed = append(h.handed, e.Name)
+		}
 		fds = fds[1:]
 	}
 	return m.Last, nil
@@ -514,6 +528,7 @@ func (h *Handover) leave(reason error) {
 	h.probation = false
 	h.mu.Unlock()
 	h.finish(fmt.Errorf("%w: %w", ErrRolledBack, reason), nil)
+	h.returnLease() // the predecessor waits for the end of the connection
 }
 
 // endProbation makes this process the only one.
