@@ -111,8 +111,8 @@ func (h *Handover) dialOrBind() (p *peer, err error) {
 		case errors.Is(err, unix.ENOENT):
 		case errors.Is(err, unix.ECONNREFUSED):
 			if path[0] != '@' {
-				// Its owner died.
-				if err := os.Remove(path); err != nil {
+				// Its owner died; or it is no socket at all.
+				if err := removeStale(path, "unixpacket"); err != nil {
 					return err
 				}
 			}
