@@ -12,8 +12,10 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync"
@@ -41,7 +43,8 @@ type appConfig struct {
 	// Faults is a file with the faults that are left: a process takes those of
 	// its generation when it starts.
 	Faults string
-	State  int // octets of state
+	State  int  // octets of state
+	Child  bool // start a child at once
 }
 
 // fault is what goes wrong in a generation.
@@ -69,6 +72,7 @@ type appEvent struct {
 	Detail     string
 	FDs        int
 	Goroutines int
+	Memory     uint64 // the heap after a collection
 }
 
 // appMain is the server. It answers a connection that sends "who\n" with its
@@ -88,7 +92,14 @@ func appMain(text string) int {
 	var generation atomic.Int64
 	tell := func(what string, detail any) {
 		fds, _ := os.ReadDir("/proc/self/fd")
-		b, _ := json.Marshal(appEvent{int(generation.Load()), os.Getpid(), what, fmt.Sprint(detail), len(fds), 0})
+		e := appEvent{Generation: int(generation.Load()), PID: os.Getpid(), What: what, Detail: fmt.Sprint(detail), FDs: len(fds), Goroutines: runtime.NumGoroutine()}
+		if what == "measure" {
+			var m runtime.MemStats
+			runtime.GC()
+			runtime.ReadMemStats(&m)
+			e.Memory = m.HeapAlloc
+		}
+		b, _ := json.Marshal(e)
 		_, _ = events.Write(b)
 	}
 	if err := app(c, &generation, tell); err != nil {
@@ -104,7 +115,7 @@ func app(c appConfig, generation *atomic.Int64, tell func(string, any)) error {
 	signal.Notify(stopped, syscall.SIGTERM)
 	var h *Handover
 	options := Options{
-		Name: "app", Build: c.Build, Socket: filepath.Join(c.Dir, "control"), PIDFile: c.PIDFile,
+		Name: "app", Build: strings.TrimPrefix(c.Build, "-"), Socket: filepath.Join(c.Dir, "control"), PIDFile: c.PIDFile,
 		Probation: c.Probation, UpgradeTimeout: c.Timeout, CommitTimeout: c.Timeout,
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug})),
 	}
@@ -197,6 +208,14 @@ func app(c appConfig, generation *atomic.Int64, tell func(string, any)) error {
 	}
 	if err := h.Ready(context.Background()); err != nil {
 		return err
+	}
+	if c.Child {
+		child := exec.Command("sleep", "100")
+		if err := child.Start(); err != nil {
+			return err
+		}
+		defer func() { _ = child.Process.Kill() }()
+		tell("child", child.Process.Pid)
 	}
 	_ = os.WriteFile(filepath.Join(c.Dir, "generation"), []byte(strconv.Itoa(h.Generation())), 0o600)
 	tell("ready", "")
@@ -400,6 +419,10 @@ func (s *service) up() appEvent {
 	s.t.Helper()
 	s.start()
 	return s.await(0, "the first is ready", func(e appEvent) bool { return e.What == "ready" })
+}
+
+func (s *service) status() (Status, error) {
+	return RequestStatus(s.t.Context(), filepath.Join(s.config.Dir, "control"))
 }
 
 func (s *service) upgrade() (Status, error) {
