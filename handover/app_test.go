@@ -45,6 +45,7 @@ type appConfig struct {
 	Faults string
 	State  int  // octets of state
 	Child  bool // start a child at once
+	Max    int  // generations
 }
 
 // fault is what goes wrong in a generation.
@@ -116,7 +117,8 @@ func app(c appConfig, generation *atomic.Int64, tell func(string, any)) error {
 	var h *Handover
 	options := Options{
 		Name: "app", Build: strings.TrimPrefix(c.Build, "-"), Socket: filepath.Join(c.Dir, "control"), PIDFile: c.PIDFile,
-		Probation: c.Probation, UpgradeTimeout: c.Timeout, CommitTimeout: c.Timeout,
+		MaxGenerations: c.Max,
+		Probation:      c.Probation, UpgradeTimeout: c.Timeout, CommitTimeout: c.Timeout,
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug})),
 	}
 	// A successor does not know its generation before HELLO.
@@ -158,6 +160,10 @@ func app(c appConfig, generation *atomic.Int64, tell func(string, any)) error {
 	defer h.Close()
 	generation.Store(int64(h.Generation()))
 	tell("new", "")
+	h.mu.Lock()
+	older := len(h.older)
+	h.mu.Unlock()
+	tell("measure", older)
 	web, err := h.Listen("web", "tcp", c.address())
 	if err != nil {
 		return err
@@ -198,7 +204,12 @@ func app(c appConfig, generation *atomic.Int64, tell func(string, any)) error {
 						if _, err := r.ReadString('\n'); err != nil {
 							return
 						}
-						if _, err := fmt.Fprintf(conn, "%d %d\n", h.Generation(), os.Getpid()); err != nil {
+						// A client that is told so goes to the successor.
+						last := ""
+						if h.Err() != nil {
+							last = " last"
+						}
+						if _, err := fmt.Fprintf(conn, "%d %d%s\n", h.Generation(), os.Getpid(), last); err != nil || last != "" {
 							return
 						}
 					}
@@ -537,4 +548,57 @@ func (s *service) one() (pid int) {
 		s.t.Errorf("processes %v serve", pids)
 	}
 	return pid
+}
+
+// keep holds a connection and asks on it again and again; a new one when the
+// server says that this was the last answer.
+func (c *client) keep(from string, every time.Duration) {
+	c.done.Go(func() {
+		dial := func() (conn net.Conn, err error) {
+			d := net.Dialer{Timeout: patience, LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
+			c.s.ns.Run(func() { conn, err = d.Dial("tcp", c.s.addr) })
+			return conn, err
+		}
+		var conn net.Conn
+		var r *bufio.Reader
+		defer func() {
+			if conn != nil {
+				_ = conn.Close()
+			}
+		}()
+		for {
+			if conn == nil {
+				var err error
+				if conn, err = dial(); err != nil {
+					c.count(0, err)
+					return
+				}
+				_ = conn.SetDeadline(time.Now().Add(10 * patience))
+				r = bufio.NewReader(conn)
+			}
+			_, err := io.WriteString(conn, "who\n")
+			var line string
+			if err == nil {
+				line, err = r.ReadString('\n')
+			}
+			var generation, pid int
+			if err == nil {
+				_, err = fmt.Sscan(line, &generation, &pid)
+			}
+			c.asked.Add(1)
+			c.count(pid, err)
+			if err != nil {
+				return
+			}
+			if strings.HasSuffix(line, " last\n") {
+				_ = conn.Close()
+				conn = nil
+			}
+			select {
+			case <-c.stop:
+				return
+			case <-time.After(every):
+			}
+		}
+	})
 }

@@ -389,6 +389,10 @@ func (h *Handover) letGo(ctx context.Context, p *peer, own offer) error {
 	if err == nil {
 		_, err = p.want(frameCommitted)
 	}
+	// The successor serves when it knows that this process knows.
+	if err == nil {
+		err = p.ping()
+	}
 	done()
 	if err != nil {
 		return fmt.Errorf("commit: %w", err)
@@ -458,16 +462,19 @@ func (h *Handover) watchProbation(ctx context.Context, p *peer) error {
 		return fmt.Errorf("%w: %v came", ErrProtocol, f.kind)
 	}
 	defer p.limit(ctx, max(h.opt.Probation, 2*time.Second))()
+	return p.ping()
+}
+
+// ping asks whether the other process is there.
+func (p *peer) ping() error {
 	if err := p.send(framePing, nil); err != nil {
 		return err
 	}
-	if _, err := p.want(framePong); err != nil {
-		if errors.Is(err, os.ErrDeadlineExceeded) {
-			return fmt.Errorf("it does not answer: %w", err)
-		}
-		return err
+	_, err := p.want(framePong)
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		return fmt.Errorf("it does not answer: %w", err)
 	}
-	return nil
+	return err
 }
 
 // takeBack makes this process the one that serves, again.

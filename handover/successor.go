@@ -449,6 +449,9 @@ func (h *Handover) commit(ctx context.Context, p *peer) error {
 	if err := h.opt.step("committed", p); err != nil {
 		return h.giveUp(p, err)
 	}
+	if err := h.awaitConfirmation(ctx, p); err != nil {
+		return err
+	}
 	done()
 	done = func() {}
 	h.mu.Lock()
@@ -457,6 +460,28 @@ func (h *Handover) commit(ctx context.Context, p *peer) error {
 	h.start()
 	h.wg.Go(func() { h.standProbation(p) })
 	return nil
+}
+
+// awaitConfirmation waits for the PING that answers COMMITTED: until then the
+// predecessor may have taken back. One that hangs confirms nothing; when it goes
+// on it finds the COMMITTED, or takes back and says so.
+func (h *Handover) awaitConfirmation(ctx context.Context, p *peer) error {
+	for {
+		_, err := p.want(framePing)
+		switch {
+		case err == nil:
+			return p.send(framePong, nil)
+		case errors.Is(err, ErrProtocol):
+			h.log.Warn("the predecessor speaks strangely in the commit; ignored", "error", err)
+		case errors.Is(ctx.Err(), context.Canceled): // the application's
+			return h.giveUp(p, ctx.Err())
+		case errors.Is(err, os.ErrDeadlineExceeded):
+			h.log.Warn("the predecessor does not confirm the commit; serving", "waited", h.opt.CommitTimeout)
+			return nil
+		default:
+			return err
+		}
+	}
 }
 
 // start makes this process the one that serves.
