@@ -127,6 +127,7 @@ func (l *Listener) resume() {
 	_ = l.inner.SetDeadline(l.deadline) // it fails only when closed
 	l.isOpen = true
 	close(l.open)
+	l.idle.Broadcast() // a pause at the same time ends without effect
 }
 
 // pause returns when nothing is accepted any more.
@@ -139,7 +140,7 @@ func (l *Listener) pause() {
 	l.isOpen = false
 	l.open = make(chan struct{})
 	_ = l.inner.SetDeadline(time.Unix(1, 0))
-	for l.accepting > 0 && !l.isClosed {
+	for l.accepting > 0 && !l.isOpen && !l.isClosed {
 		l.idle.Wait()
 	}
 }
