@@ -130,7 +130,7 @@ func (l *Listener) resume() {
 	l.idle.Broadcast() // a pause at the same time ends without effect
 }
 
-// pause returns when nothing is accepted any more.
+// pause returns when nothing is accepted any more, or somebody resumed.
 func (l *Listener) pause() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
