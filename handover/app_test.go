@@ -419,12 +419,6 @@ func (s *service) await(from int, what string, fits func(appEvent) bool) appEven
 	}
 }
 
-func (s *service) mark() int {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return len(s.events)
-}
-
 // up starts the first generation and waits until it serves.
 func (s *service) up() appEvent {
 	s.t.Helper()

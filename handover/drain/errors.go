@@ -14,7 +14,7 @@ var (
 	// contexts, and what the errors of Accept, Read and Write match. It is
 	// never a fault.
 	ErrPlanned = errors.New("planned stop")
-	// ErrHurry, as the cause of Run's context (context.WithCancelCause), moves
+	// ErrHurry as the cause of Run's context (context.WithCancelCause), moves
 	// the deadline to now instead of ending the drain with an error.
 	ErrHurry = errors.New("the drain has to end now")
 	// ErrRan means that Run was called before. A Drainer drains once.

@@ -92,7 +92,7 @@ func ExampleDrainer_Conns() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	defer client.Close()
+	defer func() { _ = client.Close() }()
 	_, _ = io.WriteString(client, "hello\n")
 	answers := bufio.NewReader(client)
 	answer, _ := answers.ReadString('\n')
@@ -105,7 +105,7 @@ func ExampleDrainer_Conns() {
 	}()
 	report, err := drainer.Run(context.Background())
 	if err != nil {
-		log.Fatal(err)
+		log.Panic(err)
 	}
 	fmt.Println("planned:", errors.Is(<-handled, drain.ErrPlanned))
 	fmt.Println(report)
@@ -155,7 +155,7 @@ func ExampleDrainer_Hurry() {
 		drainer.Hurry()
 	}()
 	if _, err := drainer.Run(context.Background()); err != nil {
-		log.Fatal(err)
+		log.Panic(err)
 	}
 	// Output:
 	// done: 0 open, 0 finished, 0 closed idle, 1 cut

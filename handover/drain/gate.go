@@ -24,7 +24,6 @@ type gate struct {
 
 	mu       sync.Mutex
 	shutting bool
-	err      error // of closing the listener
 	// accepting counts calls of Accept whose connection may be on its way. One
 	// that nobody has entered is on its way until Accept is called again, which
 	// handed counts.

@@ -218,7 +218,7 @@ func TestUnencryptedHTTP2(t *testing.T) {
 func TestForeignHTTP2(t *testing.T) {
 	var own any
 	s, config := serve2(t, Options{Deadline: time.Minute}, ok, func(s *http.Server) {
-		if err := http2.ConfigureServer(s, nil); err != nil {
+		if err := http2.ConfigureServer(s, nil); err != nil { //nolint:staticcheck // what servers do that have it from there
 			t.Fatal(err)
 		}
 		own = len(s.TLSNextProto)

@@ -39,7 +39,7 @@ func shortName(e dispatch.Entry) string {
 func (a *app) resolve(name string) (dispatch.Entry, error) {
 	entries, err := dispatch.List(a.root)
 	// A path may lie below another root.
-	if err != nil && !(filepath.IsAbs(name) && errors.Is(err, dispatch.ErrNoBPFFS)) {
+	if err != nil && (!filepath.IsAbs(name) || !errors.Is(err, dispatch.ErrNoBPFFS)) {
 		return dispatch.Entry{}, err
 	}
 	var found []dispatch.Entry
