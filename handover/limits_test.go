@@ -174,8 +174,14 @@ func TestControlPath(t *testing.T) {
 		make  func(path string) error
 		wrong string
 	}{
-		"file":      {"file", func(p string) error { return os.WriteFile(p, nil, 0o600) }, "choose another path"},
-		"stream":    {"stream", func(p string) error { _, err := listenUnix(&net.ListenConfig{}, "unix", p); return err }, "choose another path"},
+		"file": {"file", func(p string) error { return os.WriteFile(p, nil, 0o600) }, "choose another path"},
+		"stream": {"stream", func(p string) error {
+			l, err := listenUnix(&net.ListenConfig{}, "unix", p)
+			if err == nil {
+				t.Cleanup(func() { _ = l.Close() })
+			}
+			return err
+		}, "choose another path"},
 		"no folder": {"none/control", nil, "no such file or directory"},
 		"long":      {strings.Repeat("x", 120), nil, "at most 107 fit"},
 		"stale": {"stale", func(p string) error {

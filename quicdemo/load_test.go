@@ -8,6 +8,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"sync/atomic"
@@ -211,7 +212,7 @@ func TestLoadSeesBadAnswers(t *testing.T) {
 
 // A restart without a handover is seen as what it is.
 func TestLoadSeesRestart(t *testing.T) {
-	first, ready := startServer(t, ServerConfig{})
+	first, ready := startServer(t, ServerConfig{Addr: fixedPort(t)})
 	cfg := smallLoad(ready.Addr)
 	cfg.IdleTimeout = time.Second
 	cfg.HandshakeTimeout = time.Second
@@ -258,6 +259,21 @@ func TestLoadSeesRestart(t *testing.T) {
 	if r.BrokenConnections == 0 || r.FailedRequests == 0 || r.FailedHandshakes == 0 || r.Moved != 0 ||
 		r.Errors["connection: idle_timeout"] != r.BrokenConnections || r.Errors["handshake: handshake_timeout"] != r.FailedHandshakes {
 		t.Error("losses are not as expected")
+	}
+}
+
+// fixedPort is an address whose port no client gets by chance while the server is
+// away: it lies below the ephemeral ones.
+func fixedPort(t testing.TB) string {
+	t.Helper()
+	for {
+		addr := &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1), Port: 10_000 + rand.IntN(20_000)}
+		if c, err := net.ListenUDP("udp", addr); err == nil {
+			if err := c.Close(); err != nil {
+				t.Fatal(err)
+			}
+			return addr.String()
+		}
 	}
 }
 
