@@ -81,7 +81,12 @@ func (h *Handover) answer(c *net.UnixConn, silent *quiet) {
 		_ = c.Close()
 		return
 	}
-	defer p.close()
+	ours := true // the connection
+	defer func() {
+		if ours {
+			p.close()
+		}
+	}()
 	done := p.limit(h.ctx, 5*time.Second)
 	if err := p.check(h.opt.AllowUIDs); err != nil {
 		h.log.Warn("control socket", "error", err)
@@ -102,7 +107,7 @@ func (h *Handover) answer(c *net.UnixConn, silent *quiet) {
 	closeAll(f.fds)
 	switch f.kind {
 	case frameHello:
-		err = h.takenOver(p, f)
+		ours, err = h.takenOver(p, f)
 	case frameRequest:
 		err = h.obey(p, f)
 	default:
@@ -119,16 +124,17 @@ func (p *peer) refuse(err error) {
 	_ = p.send(frameRefuse, refusalOf(err))
 }
 
-// takenOver sees a process through that somebody else started.
-func (h *Handover) takenOver(p *peer, f frame) error {
+// takenOver sees a process through that somebody else started. Unless ours is
+// true, the connection was closed, or is by whoever has it.
+func (h *Handover) takenOver(p *peer, f frame) (ours bool, err error) {
 	s, err := decode[hello](f)
 	if err != nil {
-		return err
+		return true, err
 	}
 	release, err := h.beginUpgrade()
 	if err != nil {
 		h.log.Error("no upgrade; serving as before", "successor", p.cred.Pid, "error", err)
-		return err
+		return true, err
 	}
 	defer release()
 	ctx, cancel := h.upgradeContext(h.ctx)
@@ -137,7 +143,7 @@ func (h *Handover) takenOver(p *peer, f frame) error {
 	if err := h.see(ctx, p, &s, nil); err != nil {
 		h.log.Error("no upgrade; serving as before", "successor", p.cred.Pid, "error", err)
 	}
-	return nil // see has told the peer
+	return false, nil // see has told the peer
 }
 
 // obey answers a request.
