@@ -4,6 +4,8 @@ package handover
 
 import (
 	"fmt"
+	"os"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -89,6 +91,8 @@ func testFault(t *testing.T, f fault) {
 			s.await(0, "the successor's end or readiness", func(e appEvent) bool {
 				return e.PID != first.PID && (e.What == "end" || e.What == "ready")
 			})
+			// It told of the fault before it stopped.
+			testutil.WaitFor(t, patience, func() bool { return stopped(struck.PID) }, "process %d to stop", struck.PID)
 			if err := syscall.Kill(struck.PID, syscall.SIGCONT); err != nil {
 				t.Error(err)
 			}
@@ -132,6 +136,12 @@ func testFault(t *testing.T, f fault) {
 	if cut > 0 && (!dies || cut > 4 && !early) || refused > 0 && !early {
 		t.Errorf("%d cut, %d refused of %d: %v", cut, refused, load.asked.Load(), load.errors[:min(10, len(load.errors))])
 	}
+}
+
+// stopped says whether a signal has stopped the process (proc(5)).
+func stopped(pid int) bool {
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	return err == nil && strings.Contains(string(status), "\nState:\tT")
 }
 
 // settle waits until all processes but one have ended, or drain.
