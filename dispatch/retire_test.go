@@ -26,9 +26,9 @@ func TestLeavingSocketsLoseNothing(t *testing.T) {
 			w.activate(active)
 
 			var received, sent atomic.Int64
-			var workers sync.WaitGroup
+			var reader, senders sync.WaitGroup
 			conn := active.Conns()[0]
-			workers.Go(func() {
+			reader.Go(func() {
 				for b := make([]byte, 64); ; {
 					if _, err := conn.Read(b); err != nil {
 						return
@@ -39,7 +39,7 @@ func TestLeavingSocketsLoseNothing(t *testing.T) {
 			stop := make(chan struct{})
 			for range 2 {
 				c := w.dial(address)
-				workers.Go(func() {
+				senders.Go(func() {
 					for {
 						select {
 						case <-stop:
@@ -69,6 +69,7 @@ func TestLeavingSocketsLoseNothing(t *testing.T) {
 				}
 			}
 			close(stop)
+			senders.Wait()
 			lost := func() int64 { return sent.Load() - received.Load() }
 			deadline := time.Now().Add(patience)
 			for lost() > 0 && time.Now().Before(deadline) {
@@ -79,7 +80,7 @@ func TestLeavingSocketsLoseNothing(t *testing.T) {
 			}
 			t.Logf("%d packets", sent.Load())
 			w.must(active.Close())
-			workers.Wait()
+			reader.Wait()
 		})
 	}
 }

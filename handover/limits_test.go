@@ -227,6 +227,9 @@ func TestDeadlinesAndClose(t *testing.T) {
 	var before *Handover
 	for round := range rounds {
 		h, err := New(options)
+		for Retryable(err) { // the one before may not have read FINAL yet
+			h, err = New(options)
+		}
 		if err != nil {
 			t.Fatal(err)
 		}
