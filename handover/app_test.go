@@ -187,10 +187,10 @@ func app(c appConfig, generation *atomic.Int64, tell func(string, any)) error {
 			}
 		}
 	}
-	var conns sync.WaitGroup
+	var conns, loops sync.WaitGroup
 	var open atomic.Int64
 	for _, l := range []net.Listener{web, local} {
-		conns.Go(func() {
+		loops.Go(func() {
 			for {
 				conn, err := l.Accept()
 				if err != nil {
@@ -237,7 +237,9 @@ func app(c appConfig, generation *atomic.Int64, tell func(string, any)) error {
 			err = h.Err()
 		}
 	case <-stopped:
+		_ = h.Close()
 	}
+	loops.Wait() // what was accepted last counts
 	for deadline := time.Now().Add(10 * time.Second); open.Load() > 0 && time.Now().Before(deadline); {
 		select {
 		case <-stopped:

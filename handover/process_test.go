@@ -164,7 +164,7 @@ func (s *service) settle(first int) {
 			switch what {
 			case "ready":
 				serving++
-			case "new":
+			case "new", "measure":
 				return false // it will be killed, or end
 			}
 		}
