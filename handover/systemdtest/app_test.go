@@ -5,6 +5,7 @@ package systemdtest
 import (
 	"bufio"
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"log/slog"
@@ -28,8 +29,12 @@ func TestMain(m *testing.M) {
 	testutil.Main(m)
 }
 
-// app is the server of app.service. It answers each line with its pid. With a file
-// "broken" in its runtime directory it does not get ready.
+// drainLimit is how long the server waits for a client's line.
+const drainLimit = 20 * time.Second
+
+// app is the server of app.service. To each connection it says its pid, and again
+// after a line; a datagram it answers with its pid. With a file "broken" in its
+// runtime directory it does not get ready.
 func app() int {
 	flags := flag.NewFlagSet("app", flag.ExitOnError)
 	control := flags.String("control", "", "")
@@ -53,9 +58,14 @@ func serve(control string, probation time.Duration) error {
 		return err
 	}
 	defer h.Close()
-	var conns sync.WaitGroup
-	for name, address := range map[string]string{"https": ":443", "admin": ":9000"} {
-		l, err := h.Listen(name, "tcp", address)
+	var conns, packets sync.WaitGroup
+	for _, s := range []struct{ name, network, address string }{
+		{"https", "tcp", ":443"}, {"admin", "tcp", ":9000"}, {"local", "unix", ""},
+	} {
+		l, err := h.Listen(s.name, s.network, s.address)
+		if errors.Is(err, handover.ErrNotInherited) {
+			continue // no unit has it
+		}
 		if err != nil {
 			return err
 		}
@@ -69,16 +79,36 @@ func serve(control string, probation time.Duration) error {
 			}
 		})
 	}
+	var readers []net.PacketConn
+	for _, s := range []struct{ name, network string }{{"udp", "udp"}, {"gram", "unixgram"}} {
+		p, err := h.ListenPacket(s.name, s.network, "")
+		if errors.Is(err, handover.ErrNotInherited) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		defer p.Close()
+		readers = append(readers, p)
+	}
 	if _, err := os.Stat(filepath.Join(filepath.Dir(control), "broken")); err == nil {
 		return h.Abort(fmt.Errorf("broken on purpose"))
 	}
 	if err := h.Ready(stop); err != nil {
 		return err
 	}
+	for _, p := range readers {
+		packets.Go(func() { answerPackets(p) })
+	}
 	select {
 	case <-h.Superseded():
 	case <-stop.Done():
 	}
+	for _, p := range readers {
+		// What is read is answered; what is not is the next process's.
+		_ = p.SetReadDeadline(time.Unix(1, 0))
+	}
+	packets.Wait()
 	err = h.Close()
 	conns.Wait()
 	return err
@@ -86,8 +116,29 @@ func serve(control string, probation time.Duration) error {
 
 func answer(c net.Conn) {
 	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(5 * time.Second))
+	_ = c.SetDeadline(time.Now().Add(drainLimit))
+	fmt.Fprintf(c, "%d\n", os.Getpid())
 	if _, err := bufio.NewReader(c).ReadString('\n'); err == nil {
 		fmt.Fprintf(c, "%d\n", os.Getpid())
 	}
 }
+
+func answerPackets(p net.PacketConn) {
+	buf := make([]byte, 100)
+	for {
+		_, from, err := p.ReadFrom(buf)
+		if errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err == nil && from != nil {
+			_, _ = fmt.Fprintf(packetWriter{p, from}, "%d\n", os.Getpid())
+		}
+	}
+}
+
+type packetWriter struct {
+	net.PacketConn
+	to net.Addr
+}
+
+func (w packetWriter) Write(b []byte) (int, error) { return w.WriteTo(b, w.to) }
