@@ -128,9 +128,15 @@ func start(t testing.TB, edit func(units map[string]string)) *machine {
 		name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", m.pid))
 		return strings.TrimSpace(string(name)) == "systemd"
 	}, "systemd to start")
+	said := ""
+	t.Cleanup(func() {
+		if t.Failed() && said != "" {
+			t.Logf("the state of the system was %q", said)
+		}
+	})
 	testutil.WaitFor(t, patience, func() bool {
-		state, _ := m.run("systemctl", "is-system-running")
-		return strings.TrimSpace(state) == "running"
+		said, _ = m.run("systemctl", "is-system-running")
+		return strings.TrimSpace(said) == "running"
 	}, "systemd to run")
 	return m
 }
@@ -249,7 +255,7 @@ var instar = sync.OnceValues(func() ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer os.RemoveAll(dir)
+	defer func() { _ = os.RemoveAll(dir) }()
 	path := filepath.Join(dir, "instar")
 	if out, err := exec.Command("go", "build", "-o", path, "instar/cmd/instar").CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("build instar: %w\n%s", err, out)
