@@ -54,19 +54,20 @@ func TestRunsOnce(t *testing.T) {
 }
 
 func TestHurry(t *testing.T) {
-	hurried, hurry := context.WithCancelCause(context.Background())
-	for name, f := range map[string]func(*Drainer){
-		"method":  (*Drainer).Hurry,
-		"context": func(*Drainer) { hurry(ErrHurry) },
+	for name, f := range map[string]func(*Drainer, context.CancelCauseFunc){
+		"method":  func(d *Drainer, _ context.CancelCauseFunc) { d.Hurry() },
+		"context": func(_ *Drainer, hurry context.CancelCauseFunc) { hurry(ErrHurry) },
 	} {
 		t.Run(name, func(t *testing.T) {
+			hurried, hurry := context.WithCancelCause(context.Background())
+			defer hurry(nil)
 			s, c := held(t, Options{Deadline: time.Hour})
 			done := s.drain(hurried)
 			receive(t, s.Draining(), "the drain")
 			if r := s.Report(); r.Phase != PhaseWaiting || r.Left < 50*time.Minute || r.Hurried {
 				t.Errorf("before: %+v", r)
 			}
-			f(s.Drainer)
+			f(s.Drainer, hurry)
 			if r := ended(t, done, 0, 0, 1); !r.Hurried || r.Left != 0 {
 				t.Errorf("%+v", r)
 			}

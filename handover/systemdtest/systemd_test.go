@@ -689,7 +689,8 @@ func TestCrash(t *testing.T) {
 func onProbation(t *testing.T) (m *machine, main, successor string, done <-chan error) {
 	t.Helper()
 	m = start(t, func(units map[string]string) {
-		units["app.service"] = strings.Replace(units["app.service"], "--control", "--probation 20s --control", 1)
+		units["app.service"] = strings.NewReplacer("--control", "--probation 20s --control",
+			"TimeoutStartSec=2min", "TimeoutStartSec=10s").Replace(units["app.service"])
 	})
 	m.must("systemctl", "start", "app.service")
 	main = m.serves("after the start")
@@ -708,7 +709,11 @@ func onProbation(t *testing.T) (m *machine, main, successor string, done <-chan 
 // another waits until another process answers. None may be refused meanwhile.
 func (m *machine) another(than string) (pid string) {
 	m.t.Helper()
-	testutil.WaitFor(m.t, patience, func() bool {
+	until := time.Now().Add(patience)
+	testutil.WaitFor(m.t, patience+time.Second, func() bool {
+		if time.Now().After(until) {
+			m.t.Fatalf("process %s serves on; the service is %v", than, m.properties("ActiveState", "SubState", "MainPID", "ControlPID", "Result"))
+		}
 		for _, d := range doors {
 			var err error
 			if pid, err = m.ask(d.network, d.address); err != nil {
@@ -738,7 +743,8 @@ func TestSuccessorCrash(t *testing.T) {
 
 // The predecessor crashes in the probation, when it is still the main process:
 // systemd stops the successor, which it does not hear, and starts the service
-// again.
+// again; since 253 only after TimeoutStartSec=, as RELOADING=1 is the last word
+// that it heard. The successor serves until then.
 func TestPredecessorCrash(t *testing.T) {
 	m, main, successor, done := onProbation(t)
 	m.tolerant = true
