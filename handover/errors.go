@@ -5,6 +5,7 @@ package handover
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 )
 
@@ -38,6 +39,11 @@ var (
 
 	errPeerGone = errors.New("the other process is gone")
 )
+
+type notInherited struct{}
+
+func (notInherited) Error() string        { return "nothing of that name was inherited" }
+func (notInherited) Is(target error) bool { return target == fs.ErrNotExist }
 
 // RefusedError is why the process at the other end refused.
 type RefusedError struct {
