@@ -142,8 +142,11 @@ func app(c appConfig, generation *atomic.Int64, tell func(string, any)) error {
 			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 			select {}
 		case stop:
-			_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP)
-			time.Sleep(time.Millisecond) // it stops before this returns
+			// To this thread: one to the process may find another one, and this one
+			// goes on a little, far enough to answer.
+			runtime.LockOSThread()
+			_ = unix.Tgkill(os.Getpid(), unix.Gettid(), unix.SIGSTOP)
+			runtime.UnlockOSThread()
 		case slow:
 			time.Sleep(300 * time.Millisecond)
 		case refuse:
@@ -433,7 +436,9 @@ func (s *service) status() (Status, error) {
 }
 
 func (s *service) upgrade() (Status, error) {
-	return RequestUpgrade(s.t.Context(), filepath.Join(s.config.Dir, "control"))
+	ctx, cancel := context.WithTimeout(s.t.Context(), 3*patience)
+	defer cancel()
+	return RequestUpgrade(ctx, filepath.Join(s.config.Dir, "control"))
 }
 
 // client asks all the time over new connections, in the namespace.
