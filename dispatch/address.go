@@ -16,6 +16,7 @@ import (
 	"instar/bpf"
 	"instar/dispatch/connid"
 	"instar/internal/bpffs"
+	"instar/internal/build"
 )
 
 // key names a group within a network namespace.
@@ -135,7 +136,7 @@ func (o Options) withDefaults() (Options, key, error) {
 		o.Root = DefaultRoot
 	}
 	if o.Build == "" {
-		o.Build = defaultBuild()
+		o.Build = build.ID()
 	}
 	if len(o.Build) > 31 {
 		o.Build = o.Build[:31]

@@ -45,7 +45,7 @@ var (
 // FullError refuses a Join: as many generations hold sockets as the group has
 // room for. Nothing was bound.
 type FullError struct {
-	// Group is the group's folder.
+	// Group is the group's folder, "" for a group without pins.
 	Group string
 	// Limit is the group's MaxGenerations.
 	Limit int
@@ -54,10 +54,13 @@ type FullError struct {
 }
 
 func (e *FullError) Error() string {
+	end := "end its process"
+	if e.Group != "" {
+		end = fmt.Sprintf("end it (instar drain %s %d --deadline 0s)", e.Group, e.oldest())
+	}
 	return fmt.Sprintf("all %d slots of the group's socket map are held, by %s; "+
-		"wait until the oldest has drained, end it (instar drain %s %d --deadline 0s), "+
-		"or make the group anew with a larger MaxGenerations",
-		e.Limit, listed(e.Occupants), e.Group, e.oldest())
+		"wait until the oldest has drained, %s, or make the group anew with a larger MaxGenerations",
+		e.Limit, listed(e.Occupants), end)
 }
 
 // listed names generations and their processes for a message.

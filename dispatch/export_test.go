@@ -8,6 +8,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
 	"instar/bpf"
@@ -105,3 +106,6 @@ func ExplainLoad(err error) error { return explainLoad(err) }
 
 // MountPointFor suggests where to mount a bpffs for a root.
 func MountPointFor(root string) string { return mountPointFor(root) }
+
+// Program is the program that this process has.
+func (g *Group) Program() *ebpf.Program { return g.pins.program }

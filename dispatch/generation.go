@@ -88,7 +88,7 @@ func (g *Group) join(workers int) (n *Generation, err error) {
 		return info.PidNamespace != pidNamespace() || lives(info)
 	})
 	if !ok {
-		return nil, &FullError{Group: g.dir, Limit: int(g.table.generations), Occupants: g.generations()}
+		return nil, &FullError{Group: g.Path(), Limit: int(g.table.generations), Occupants: g.generations()}
 	}
 	if err := g.reloadProgram(); err != nil {
 		return nil, err
@@ -160,12 +160,25 @@ func (g *Group) join(workers int) (n *Generation, err error) {
 // when others are there already (udp_lib_lport_inuse in net/ipv4/udp.c); then the socket
 // joins them, and attaching the program that they have anyway changes nothing.
 func (g *Group) bindFirst() (*net.UDPConn, error) {
+	current, err := g.home.current(g.pins.program)
+	if err != nil {
+		return nil, err
+	}
 	conn, err := g.bind(g.attach)
+	if err == nil && !current {
+		setText(g.table.Program[:], "") // of another build than the table says; nobody knows which
+		if err = g.home.attached(g.pins.program); err != nil {
+			err = errors.Join(err, closeSockets(conn))
+		}
+	}
 	if !errors.Is(err, unix.EADDRINUSE) {
 		return conn, err
 	}
 	if conn, err = g.bind(nil); err != nil {
 		return nil, err
+	}
+	if !current {
+		return conn, nil // the others have the group's program, and this process has not
 	}
 	if err := rawconn.Of(conn, g.attach); err != nil {
 		return nil, errors.Join(err, closeSockets(conn))

@@ -19,15 +19,14 @@ import (
 
 	"instar/bpf"
 	"instar/dispatch/connid"
+	"instar/internal/build"
 )
 
 // Group is a process's hold on a group: its sockets' address, its table of
 // generations and its data plane. Close it when done; the group stays.
 type Group struct {
-	dir string
-	// inode tells the folder from one that was made in its place.
-	inode uint64
-	// namespace is the name of the network namespace, whose folder dir is in.
+	home home
+	// namespace is the name of the network namespace.
 	namespace string
 	key       key
 	service   string
@@ -88,7 +87,7 @@ func Prepare(options Options, owner Owner) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	return g.dir, g.Close()
+	return g.Path(), g.Close()
 }
 
 func openOrCreate(options Options, owner *Owner) (*Group, error) {
@@ -103,6 +102,12 @@ func openOrCreate(options Options, owner *Owner) (*Group, error) {
 	namespace, err := namespaceName()
 	if err != nil {
 		return nil, err
+	}
+	if o.Files != nil {
+		if owner != nil {
+			return nil, fmt.Errorf("prepare group: %w: Files is set, and a group without pins has no folder to give away", ErrOptions)
+		}
+		return openWithoutPins(o, k, namespace, prefix)
 	}
 	dir := filepath.Join(o.Root, namespace, k.folder())
 	for range 3 {
@@ -136,12 +141,45 @@ func exists(dir string) bool {
 	return err == nil || errors.Is(err, fs.ErrPermission)
 }
 
-func create(o Options, k key, namespace string, prefix int, owner *Owner) error {
+// openWithoutPins joins the group that an earlier process passed, or makes one.
+func openWithoutPins(o Options, k key, namespace string, prefix int) (*Group, error) {
+	d, err := openDescriptors(o.Files, k)
+	if errors.Is(err, fs.ErrNotExist) {
+		if err := mayCreate(o, k); err != nil {
+			return nil, err
+		}
+		d, err = makeDescriptors(o, k, namespace, prefix)
+	}
+	if err != nil {
+		return nil, err
+	}
+	g, err := openHome(d, namespace, o.LoadBalancer)
+	if err != nil {
+		return nil, err
+	}
+	if g.key != k {
+		return nil, errors.Join(damaged(d, "it says that its address is %s", g.key), g.Close())
+	}
+	if err := g.adopt(o, prefix); err != nil {
+		return nil, errors.Join(err, g.Close())
+	}
+	return g, nil
+}
+
+// mayCreate refuses what cannot be, before anything is made.
+func mayCreate(o Options, k key) error {
 	if err := lacksCapabilities(); err != nil {
 		return fmt.Errorf("create group: %w", err)
 	}
 	if _, err := k.deviceIndex(); err != nil {
 		return fmt.Errorf("create group: %w", err)
+	}
+	return nil
+}
+
+func create(o Options, k key, namespace string, prefix int, owner *Owner) error {
+	if err := mayCreate(o, k); err != nil {
+		return err
 	}
 	parent, err := namespaceFolder(o.Root, namespace)
 	if err != nil {
@@ -163,7 +201,7 @@ func create(o Options, k key, namespace string, prefix int, owner *Owner) error 
 			return fmt.Errorf("open group %s: %w", k, err)
 		}
 	}
-	return build(parent, o, k, prefix, owner)
+	return buildFolder(parent, o, k, prefix, owner)
 }
 
 // adopt takes the caller's options over, and refuses a group that does not fit them.
@@ -174,17 +212,17 @@ func (g *Group) adopt(o Options, prefix int) error {
 			who = listed(occupants)
 		}
 		return fmt.Errorf("open group %s: %w: it belongs to service %q (sockets are held by %s) and this one is %q; choose "+
-			"another address, set the same service name, or when the other one is gone for good run: instar forget %s",
-			g.key, ErrService, g.service, who, o.Service, g.dir)
+			"another address, set the same service name, or %s",
+			g.key, ErrService, g.service, who, o.Service, g.home.remedy())
 	}
 	if s := Steering(g.table.Steering); s != o.Steering {
-		return fmt.Errorf("open group %s: %w: its steering is %s and the options say %s; stop its servers and run "+
-			"instar forget %s, or use the same steering", g.key, ErrMismatch, s, o.Steering, g.dir)
+		return fmt.Errorf("open group %s: %w: its steering is %s and the options say %s; use the same steering, or %s",
+			g.key, ErrMismatch, s, o.Steering, g.home.remedy())
 	}
 	if int(g.table.Prefix) != prefix {
 		return fmt.Errorf("open group %s: %w: its connection IDs have prefixes of %d bytes and the options ask for %d; all "+
-			"generations need the same length: keep the load balancer's server ID and nonce lengths, or stop its servers and run "+
-			"instar forget %s", g.key, ErrMismatch, g.table.Prefix, prefix, g.dir)
+			"generations need the same length: keep the load balancer's server ID and nonce lengths, or %s",
+			g.key, ErrMismatch, g.table.Prefix, prefix, g.home.remedy())
 	}
 	g.build = o.Build
 	g.allowOverlap = o.AllowOverlap
@@ -207,58 +245,65 @@ func OpenPath(path string) (*Group, error) {
 }
 
 func openExisting(dir string, lb *connid.LoadBalancer) (*Group, error) {
-	before, err := inode(dir)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("group %s: %w", dir, ErrNotExist)
-	}
-	p, t, err := openPins(dir)
+	f, err := openFolder(dir)
 	if err != nil {
 		return nil, err
 	}
-	g := &Group{
-		dir:       dir,
-		namespace: filepath.Base(filepath.Dir(dir)),
-		table:     t,
-		pins:      p,
-		service:   text(t.Service[:]),
-		build:     defaultBuild(),
-		log:       logger(Options{}),
+	g, err := openHome(f, filepath.Base(filepath.Dir(dir)), lb)
+	if err != nil {
+		return nil, err
 	}
-	unmapWith(g, t)
-	if g.inode, err = inode(dir); err != nil {
-		return nil, errors.Join(fmt.Errorf("open group %s: %w", dir, err), p.close())
-	}
-	if g.inode != before {
-		// Removed and made anew meanwhile: some pins may be of the one, some of the other.
-		if err := p.close(); err != nil {
+	if replaced, err := f.replaced(); replaced || err != nil {
+		// Some pins may be of the one, some of the other.
+		if err := errors.Join(err, g.Close()); err != nil {
 			return nil, fmt.Errorf("open group %s: %w", dir, err)
 		}
 		return openExisting(dir, lb)
 	}
+	if g.key.folder() != filepath.Base(dir) {
+		return nil, errors.Join(damaged(f, "it says that its address is %s", g.key), g.Close())
+	}
+	return g, nil
+}
+
+// openHome opens a group whose home it owns.
+func openHome(at home, namespace string, lb *connid.LoadBalancer) (*Group, error) {
+	p, t, err := openPins(at)
+	if err != nil {
+		return nil, errors.Join(err, at.close())
+	}
+	g := &Group{
+		home:      at,
+		namespace: namespace,
+		table:     t,
+		pins:      p,
+		service:   text(t.Service[:]),
+		build:     build.ID(),
+		log:       logger(Options{}),
+	}
+	unmapWith(g, t)
+	refuse := func(err error) (*Group, error) { return nil, errors.Join(err, p.close(), at.close()) }
 	network, address, device := text(t.Network[:]), text(t.Address[:]), text(t.Device[:])
-	if g.key, err = parseKey(network, address, device); err != nil || g.key.folder() != filepath.Base(dir) {
-		return nil, errors.Join(damaged(dir, "it says that its address is %q %q %q", network, address, device), p.close())
+	if g.key, err = parseKey(network, address, device); err != nil {
+		return refuse(damaged(at, "it says that its address is %q %q %q", network, address, device))
 	}
 	if err := p.secrets.Lookup(uint32(0), &g.secrets); err != nil {
-		return nil, errors.Join(fmt.Errorf("open group %s: read secrets: %w", dir, err), p.close())
+		return refuse(fmt.Errorf("open group %s: read secrets: %w", at, err))
 	}
 	if g.codec, err = newCodec(&g.secrets, lb); err != nil {
-		return nil, errors.Join(fmt.Errorf("open group %s: %w", dir, err), p.close())
+		return refuse(fmt.Errorf("open group %s: %w", at, err))
 	}
 	g.watch = newWatch(g)
 	return g, nil
 }
 
-func inode(path string) (uint64, error) {
-	var st unix.Stat_t
-	if err := unix.Stat(path, &st); err != nil {
-		return 0, &fs.PathError{Op: "stat", Path: path, Err: err}
+// Path is the group's folder, "" for a group without pins.
+func (g *Group) Path() string {
+	if f, ok := g.home.(*folder); ok {
+		return f.dir
 	}
-	return st.Ino, nil
+	return ""
 }
-
-// Path is the group's folder.
-func (g *Group) Path() string { return g.dir }
 
 // Close releases the process's hold on the group. The group, its generations and
 // its secrets stay. Generations of this Group must be closed before.
@@ -271,7 +316,7 @@ func (g *Group) Close() error {
 	g.closed = true
 	g.mu.Unlock()
 	g.watch.stop()
-	if err := g.pins.close(); err != nil {
+	if err := errors.Join(g.pins.close(), g.home.close()); err != nil {
 		return fmt.Errorf("close group %s: %w", g.key, err)
 	}
 	return nil
@@ -304,12 +349,9 @@ func (g *Group) update(change func() error) error {
 	defer release()
 	g.writer.Lock()
 	defer g.writer.Unlock()
-	l, err := lock(g.dir)
+	l, err := g.home.lock()
 	if err != nil {
 		return err
-	}
-	if i, err := inode(g.dir); err != nil || i != g.inode {
-		return errors.Join(fmt.Errorf("the group was removed and made anew since it was opened; open it again: %w", ErrNotExist), err, l.Unlock())
 	}
 	step("lock")
 	g.repair()

@@ -71,6 +71,13 @@ type Options struct {
 	// Default DefaultRoot.
 	Root string
 
+	// Files replaces the folder: the group has no pins and needs no bpffs. Its maps,
+	// its program and a file for the lock go from process to process as descriptors,
+	// under names that begin with the address. Open makes the group when nothing was
+	// passed; it lives as long as a process, or a service manager's store, holds them.
+	// Tools do not see it, Root does not count. It needs /proc. Default: pins.
+	Files Files
+
 	// AllowOverlap lets a group open although another bind of the same port
 	// could get some of its packets. The kernel gives a packet to a socket of its
 	// very address, else to an IPv4 wildcard, else to an IPv6 one; where both are

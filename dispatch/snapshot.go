@@ -54,7 +54,7 @@ func (g *Group) Snapshot() (Snapshot, error) {
 	}
 	t := &g.table
 	s := Snapshot{
-		Path:           g.dir,
+		Path:           g.Path(),
 		Network:        g.key.network,
 		Address:        g.key.addr.String(),
 		Device:         g.key.device,

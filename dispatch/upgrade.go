@@ -61,44 +61,32 @@ func (g *Group) swapProgram() error {
 	program := c.DetachProgram(name)
 	c.Close()
 	old := g.pins.program
-	aside := filepath.Join(g.dir, pinProgram+"-new")
-	if err := os.Remove(aside); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return errors.Join(fmt.Errorf("remove what a crash left: %w", err), program.Close())
+	err = g.home.replaceProgram(program, func() error {
+		g.pins.program = program
+		if err := g.attachLive(); err != nil {
+			g.pins.program = old
+			return err
+		}
+		step("attach")
+		return nil
+	})
+	if g.pins.program == old {
+		return errors.Join(err, program.Close())
 	}
-	if err := program.Pin(aside); err != nil {
-		return errors.Join(fmt.Errorf("pin program: %w", err), program.Close())
+	err = errors.Join(err, old.Close())
+	if err == nil {
+		setText(g.table.Program[:], bpf.Build(g.table.Steering))
 	}
-	step("pin program aside")
-	undo := func(err error) error {
-		g.pins.program = old
-		return errors.Join(err, os.Remove(aside), program.Close())
-	}
-	if err := chownLike(aside, g.dir); err != nil {
-		return undo(err)
-	}
-	g.pins.program = program
-	if err := g.attachLive(); err != nil {
-		return undo(err)
-	}
-	step("attach")
-	// From here on every packet runs the new program; the pin is for those who join
-	// an address that has no socket left.
-	if err := os.Rename(aside, filepath.Join(g.dir, pinProgram)); err != nil {
-		return fmt.Errorf("publish program: %w", err)
-	}
-	step("publish program")
-	setText(g.table.Program[:], bpf.Build(g.table.Steering))
-	return old.Close()
+	return err
 }
 
-// reloadProgram takes the program that is pinned now: another process may have upgraded
-// it since this one opened the group.
+// reloadProgram takes the group's program as it is now.
 func (g *Group) reloadProgram() error {
-	program, err := ebpf.LoadPinnedProgram(filepath.Join(g.dir, pinProgram), nil)
-	if err != nil {
-		return fmt.Errorf("open program: %w", err)
-	}
 	old := g.pins.program
+	program, err := g.home.refresh(old)
+	if err != nil || program == old {
+		return err
+	}
 	g.pins.program = program
 	return old.Close()
 }
@@ -134,7 +122,7 @@ func (g *Group) attachLive() error {
 	if here != g.namespace {
 		return fmt.Errorf("%w: the group is of another network namespace; run it there (nsenter --net)", ErrMismatch)
 	}
-	owner, _, err := owners(g.dir)
+	owner, err := g.home.owner()
 	if err != nil {
 		return err
 	}

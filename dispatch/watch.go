@@ -43,7 +43,7 @@ func newWatch(g *Group) *watch {
 // notify tells all processes of the group that the table changed.
 func (g *Group) notify() {
 	now := []unix.Timespec{{Nsec: unix.UTIME_NOW}, {Nsec: unix.UTIME_NOW}}
-	if err := unix.UtimesNanoAt(unix.AT_FDCWD, g.dir, now, 0); err != nil {
+	if err := unix.UtimesNanoAt(unix.AT_FDCWD, g.home.path(), now, 0); err != nil {
 		// They look by themselves every guardEvery.
 		g.log.Debug("touch group's folder", "group", g.key.String(), "err", err)
 	}
@@ -83,7 +83,7 @@ func (w *watch) start() error {
 		return nil
 	}
 	every := guardEvery
-	events, err := inotify(w.group.dir)
+	events, err := inotify(w.group.home.path())
 	if err != nil {
 		w.group.log.Warn("no notifications of changes, polling instead", "group", w.group.key.String(), "err", err)
 		every = pollEvery

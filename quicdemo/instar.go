@@ -13,6 +13,7 @@ import (
 
 	"instar/dispatch"
 	"instar/dispatch/quicgo"
+	"instar/handover"
 )
 
 // instarSockets are a generation of a group.
@@ -21,8 +22,8 @@ type instarSockets struct {
 	gen   *dispatch.Generation
 }
 
-func openInstar(cfg *ServerConfig) (*instarSockets, error) {
-	group, err := dispatch.Open(dispatch.Options{
+func openInstar(cfg *ServerConfig, h *handover.Handover) (*instarSockets, error) {
+	options := dispatch.Options{
 		Network:  cfg.Network,
 		Address:  cfg.Addr,
 		Service:  cfg.Service,
@@ -30,7 +31,11 @@ func openInstar(cfg *ServerConfig) (*instarSockets, error) {
 		Root:     cfg.Root,
 		Build:    cfg.Build[:min(len(cfg.Build), 31)],
 		Logger:   cfg.Logger,
-	})
+	}
+	if cfg.Pinless {
+		options.Files = h
+	}
+	group, err := dispatch.Open(options)
 	if err != nil {
 		return nil, err
 	}

@@ -21,6 +21,7 @@ import (
 
 	"instar/dispatch"
 	"instar/handover"
+	"instar/internal/capset"
 	"instar/internal/content"
 	"instar/internal/testutil"
 )
@@ -496,10 +497,27 @@ func (p *process) has(words ...string) bool {
 // The server replaces itself, twice, under load, with the binary that is there
 // at that time.
 func TestUpgradeOfProcess(t *testing.T) {
+	withAndWithoutPins(t, testUpgradeOfProcess)
+}
+
+// withAndWithoutPins runs a test with a pinned group, and with one that goes from server
+// to server as descriptors.
+func withAndWithoutPins(t *testing.T, test func(t *testing.T, args ...string)) {
+	t.Helper()
+	testutil.Need(t, capset.SysAdmin, capset.NetAdmin)
+	t.Run("pins", func(t *testing.T) { test(t) })
+	t.Run("descriptors", func(t *testing.T) { test(t, "--pinless") })
+}
+
+func testUpgradeOfProcess(t *testing.T, args ...string) {
 	g := newGroup(t)
 	path := command(t)
-	p := g.start(t, path)
+	p := g.start(t, path, args...)
 	one := p.ready(t)
+	list, err := dispatch.List(g.root)
+	if err != nil || len(list) != 1-len(args) {
+		t.Errorf("groups with pins: %v, %v", list, err)
+	}
 	w := watch(t, g.load())
 	w.until(t, "load on the first generation", func(s Sample, _ int) bool { return s.Open == 10 && only(s, one.Generation) })
 	install(t, path) // the old inode is gone
@@ -531,8 +549,12 @@ func TestUpgradeOfProcess(t *testing.T) {
 // predecessor serves new connections at once, and the clients of the dead one
 // learn of it at once.
 func TestKillActive(t *testing.T) {
+	withAndWithoutPins(t, testKillActive)
+}
+
+func testKillActive(t *testing.T, args ...string) {
 	g := newGroup(t)
-	p := g.start(t, command(t), "--handshake-grace", "1m", "--probation", "1m")
+	p := g.start(t, command(t), append(args, "--handshake-grace", "1m", "--probation", "1m")...)
 	one := p.ready(t)
 	l := g.loader(t)
 	old := dialTest(t, l, false)

@@ -138,6 +138,7 @@ Pages: /  /status  /bytes/N?seed=S&ms=M  /stream?seconds=S  /slow?seconds=S`,
 	f.StringVar(&mode, "mode", string(ModeInstar), "instar: steered generations; reuseport: bare SO_REUSEPORT, for comparison; plain: one socket")
 	f.IntVar(&cfg.Workers, "workers", 2, "sockets, each with a QUIC transport")
 	f.StringVar(&cfg.Root, "root", "", "`folder` on a bpffs for the group's pins (default /sys/fs/bpf/instar)")
+	f.BoolVar(&cfg.Pinless, "pinless", false, "no pins: the group's maps and program go from server to server as descriptors; needs no bpffs, and 'instar show' does not see the group")
 	f.StringVar(&cfg.Service, "service", "quicdemo", "the group's owner; only the same service may join it")
 	f.StringVar(&cfg.CertFile, "cert", "", "PEM `file` with certificate and key, made when it does not exist (default: a certificate in memory)")
 	f.StringVar(&cfg.Build, "build", "", "`name` of the build in logs and answers (default: from the executable)")

@@ -36,6 +36,9 @@ type ServerConfig struct {
 	// Root is the folder below which groups are pinned (ModeInstar). Default
 	// dispatch.DefaultRoot.
 	Root string
+	// Pinless keeps the group in descriptors that go from server to server, and needs
+	// no bpffs (ModeInstar).
+	Pinless bool
 	// Service is the owner's name in the group (ModeInstar). Default "quicdemo".
 	Service string
 	// Generation is the number to answer with in the other modes, where nobody
@@ -197,7 +200,7 @@ func (s *Server) Run(ctx context.Context) (err error) {
 	if s.cfg.Mode != ModeInstar {
 		s.cfg.Generation = max(s.cfg.Generation, uint32(s.handover.Generation()))
 	}
-	if s.sockets, err = openSockets(ctx, &s.cfg); err != nil {
+	if s.sockets, err = openSockets(ctx, &s.cfg, s.handover); err != nil {
 		return errors.Join(err, s.handover.Abort(err))
 	}
 	s.log = s.cfg.Logger.With("generation", s.sockets.generation(), "build", s.cfg.Build)

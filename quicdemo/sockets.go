@@ -14,6 +14,8 @@ import (
 
 	"github.com/quic-go/quic-go"
 	"golang.org/x/sys/unix"
+
+	"instar/handover"
 )
 
 // Mode says where a server's sockets come from.
@@ -59,10 +61,10 @@ type sockets interface {
 // errReinstated means that the generation is active again.
 var errReinstated = errors.New("generation is active again")
 
-func openSockets(ctx context.Context, cfg *ServerConfig) (sockets, error) {
+func openSockets(ctx context.Context, cfg *ServerConfig, h *handover.Handover) (sockets, error) {
 	switch cfg.Mode {
 	case ModeInstar:
-		return openInstar(cfg)
+		return openInstar(cfg, h)
 	case ModePlain, ModeReusePort:
 		return openBare(ctx, cfg)
 	}

@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Lock is a lock on a folder. It belongs to the open folder, not to the
+// Lock is a lock on a folder, or a file. It belongs to the open folder, not to the
 // process or thread: it ends with Unlock, or with the process. No other
 // program sees more of it than flock(2) does.
 type Lock struct {
@@ -60,7 +60,7 @@ func (e *BusyError) Unwrap() error { return e.Err }
 // can wait by itself, but only a signal would end that.
 const pollLimit = 20 * time.Millisecond
 
-// Acquire locks the folder: exclusively for a writer, shared for readers. It
+// Acquire locks the folder (or file): exclusively for a writer, shared for readers. It
 // waits until ctx ends, and then returns a *BusyError. What it locked is the
 // folder that has the name at that moment: one that was removed, or replaced
 // by a rename while it waited, is not locked.
@@ -91,7 +91,7 @@ func Acquire(ctx context.Context, dir string, exclusive bool) (*Lock, error) {
 
 // try returns nil and no error when another one holds the lock.
 func try(dir string, how int) (_ *Lock, err error) {
-	f, err := os.OpenFile(dir, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NONBLOCK, 0)
+	f, err := os.OpenFile(dir, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, err
 	}

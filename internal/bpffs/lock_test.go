@@ -269,18 +269,28 @@ func TestAcquireRefuses(t *testing.T) {
 	if _, err := Acquire(t.Context(), dir+"-none", true); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("no folder: %v", err)
 	}
-	file := filepath.Join(t.TempDir(), "file")
-	if err := os.WriteFile(file, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := Acquire(t.Context(), file, true); err == nil {
-		t.Error("a file can be locked")
-	}
 	l := mustAcquire(t, dir, true)
 	mustUnlock(t, l)
 	if err := l.Unlock(); !errors.Is(err, os.ErrClosed) {
 		t.Errorf("unlocked twice: %v", err)
 	}
+}
+
+// A file can be locked by way of a descriptor that several processes share, and they
+// exclude each other all the same.
+func TestFile(t *testing.T) {
+	f, err := os.Create(filepath.Join(t.TempDir(), "file"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	path := fmt.Sprintf("/proc/self/fd/%d", f.Fd())
+	l := mustAcquire(t, path, true)
+	if _, err := Acquire(ended(t), path, true); !errors.As(err, new(*BusyError)) {
+		t.Errorf("while it is locked: %v", err)
+	}
+	mustUnlock(t, l)
+	mustUnlock(t, mustAcquire(t, path, true))
 }
 
 // A folder that is removed while somebody waits is gone, not busy.

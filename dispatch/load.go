@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dispatch
+
+import (
+	"crypto/rand"
+	"errors"
+	"fmt"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/features"
+	"github.com/cilium/ebpf/rlimit"
+	"golang.org/x/sys/unix"
+
+	"instar/bpf"
+	"instar/internal/capset"
+	"instar/internal/kernel"
+)
+
+// oldestKernel has what the data plane needs: global functions, mapped arrays,
+// bounded loops and the jiffies helper; it is the oldest one that is tested.
+var oldestKernel = kernel.Version{Major: 5, Minor: 10}
+
+// ownMemlock accounts the memory of maps and programs to the control group: before
+// it, RLIMIT_MEMLOCK bounded it.
+var ownMemlock = kernel.Version{Major: 5, Minor: 11}
+
+// load creates the maps and loads the program.
+func load(o Options, prefix int) (*pins, error) {
+	spec, name, err := bpf.Spec(bpf.Config{
+		Steering:       uint32(o.Steering),
+		MaxGenerations: o.MaxGenerations,
+		MaxWorkers:     o.Workers,
+		FlowEntries:    o.FlowEntries,
+		Prefix:         prefix,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("create group: %w", err)
+	}
+	// Raises the limit only on kernels that need it (before ownMemlock). Where that
+	// fails, loading says so.
+	_ = rlimit.RemoveMemlock()
+	c, err := ebpf.NewCollection(spec)
+	if err != nil {
+		return nil, fmt.Errorf("create group: %w", explainLoad(err))
+	}
+	p := &pins{
+		sockets:  c.DetachMap(bpf.MapSockets),
+		control:  c.DetachMap(bpf.MapControl),
+		secrets:  c.DetachMap(bpf.MapSecrets),
+		verdicts: c.DetachMap(bpf.MapVerdicts),
+		program:  c.DetachProgram(name),
+	}
+	if spec.Maps[bpf.MapFlows] != nil {
+		p.flows = c.DetachMap(bpf.MapFlows)
+	}
+	c.Close()
+	return p, nil
+}
+
+// explainLoad finds out why the kernel refused the data plane. It tries one
+// thing at a time, since the kernel answers most of them with a bare EPERM.
+func explainLoad(err error) error {
+	if e := lacksCapabilities(); e != nil {
+		return e
+	}
+	if v, e := kernel.Current(); e == nil && !v.AtLeast(oldestKernel) {
+		return fmt.Errorf("%w: Linux %v is running and %v is the oldest that can (%w)",
+			ErrNotSupported, v, oldestKernel, answer(err))
+	}
+	if errors.Is(err, unix.EPERM) {
+		if e := features.HaveMapType(ebpf.Array); e != nil {
+			return fmt.Errorf("%w: the capabilities are there but bpf(2) is refused (%w); a seccomp filter "+
+				"(container runtimes have one), a security module, or a user namespace without a BPF token forbids it: "+
+				"allow bpf(2) there, or make the group outside with: instar prepare --owner USER --service SERVICE ADDRESS",
+				ErrPermission, answer(e))
+		}
+		cure := "a security module forbids networking programs: allow them"
+		if v, e := kernel.Current(); e != nil || !v.AtLeast(ownMemlock) {
+			cure = "raise RLIMIT_MEMLOCK, or look for a security module that forbids networking programs"
+		}
+		return fmt.Errorf("%w: maps can be created but not the program (%w); %s", ErrPermission, answer(err), cure)
+	}
+	return fmt.Errorf("load data plane: %w", err)
+}
+
+// answer is what the kernel said, without the library's advice and the verifier's
+// log: where a right is missing both lead astray.
+func answer(err error) error {
+	if errno, ok := errors.AsType[unix.Errno](err); ok {
+		return errno
+	}
+	return err
+}
+
+// lacksCapabilities names what this process lacks for making a group.
+func lacksCapabilities() error {
+	set, err := capset.Effective()
+	if err != nil {
+		set = ^capset.Set(0) // the kernel will say
+	}
+	missing := set.Missing(capset.BPF, capset.NetAdmin, capset.Perfmon)
+	if len(missing) == 0 {
+		return nil
+	}
+	return fmt.Errorf("%w: this process lacks %s; add them (a unit's AmbientCapabilities=, a container's "+
+		"cap-add), or make the group beforehand as root with: instar prepare --owner USER --service SERVICE ADDRESS",
+		ErrPermission, capset.Names(missing))
+}
+
+// initialise fills the maps of a new group before anybody can see them.
+func initialise(p *pins, o Options, k key, prefix int) error {
+	t, err := mapTable(p.control.FD())
+	if err != nil {
+		return fmt.Errorf("create group: %w", err)
+	}
+	defer t.unmap()
+	t.Layout = bpf.Layout
+	t.Steering = uint32(o.Steering)
+	t.MaxGenerations = uint32(o.MaxGenerations)
+	t.MaxWorkers = uint32(o.Workers)
+	t.FlowEntries = uint32(o.FlowEntries)
+	t.Prefix = uint32(prefix)
+	t.NextNumber = 1
+	setText(t.Service[:], o.Service)
+	setText(t.Network[:], k.network)
+	setText(t.Address[:], k.addr.String())
+	setText(t.Device[:], k.device)
+	setText(t.Program[:], bpf.Build(uint32(o.Steering)))
+
+	var secrets bpf.Secrets
+	if _, err := rand.Read(secrets.Master[:]); err != nil {
+		return fmt.Errorf("create group: make secrets: %w", err)
+	}
+	if err := deriveKeys(&secrets); err != nil {
+		return fmt.Errorf("create group: %w", err)
+	}
+	if err := p.secrets.Put(uint32(0), &secrets); err != nil {
+		return fmt.Errorf("create group: store secrets: %w", err)
+	}
+	return nil
+}
