@@ -27,8 +27,8 @@ var (
 	// serve.
 	ErrRolledBack = errors.New("rolled back by the predecessor")
 	// ErrNotInherited means that no predecessor and no socket activation passed
-	// anything of that name.
-	ErrNotInherited = errors.New("nothing of that name was inherited")
+	// anything of that name. It is an fs.ErrNotExist.
+	ErrNotInherited error = notInherited{}
 	// ErrProtocol means that the peer did not speak the protocol as this build
 	// knows it.
 	ErrProtocol = errors.New("handover protocol violated")
