@@ -42,12 +42,16 @@
 // in the order of last resort, and the next writer, or any living generation
 // within a quarter of a second, mends the table.
 //
+// Where there is no bpffs, [Options].Files passes the objects of the group from process
+// to process: a *handover.Handover of package instar/handover. The group then lives as
+// long as one of them, and no tool sees it.
+//
 // Secrets (connection-ID keys, and whatever [Group.Secret] derives) belong to the
 // group and outlive its processes.
 //
 // # Needs
 //
-// Linux 5.10 or later and a bpffs. Creating a group needs CAP_BPF, CAP_NET_ADMIN
+// Linux 5.10 or later and a bpffs, or Options.Files. Creating a group needs CAP_BPF, CAP_NET_ADMIN
 // and CAP_PERFMON (without the last one the verifier refuses pointer arithmetic
 // that it holds open to speculation). A server without any capability can join a
 // group that [Prepare] made for its user, on Linux 5.19 or later where
