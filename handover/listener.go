@@ -36,6 +36,7 @@ type Listener struct {
 	closed    chan struct{}
 	isClosed  bool
 	ended     bool // closed by a planned stop
+	released  bool // by the user's Close
 }
 
 func newListener(inner acceptor, addr net.Addr) *Listener {
@@ -162,17 +163,29 @@ func (l *Listener) SetDeadline(t time.Time) error {
 }
 
 // Close closes this process's duplicate of the socket. Another process that
-// has one goes on listening.
-func (l *Listener) Close() error { return l.end(false) }
+// has one goes on listening. It is no error when a planned stop or
+// Handover.Close was faster; a second Close returns net.ErrClosed.
+func (l *Listener) Close() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.released {
+		return &net.OpError{Op: "close", Net: l.addr.Network(), Addr: l.addr, Err: net.ErrClosed}
+	}
+	l.released = true
+	return l.shut(false)
+}
 
+// end closes the listener for the Handover. The user's Close may come yet.
 func (l *Listener) end(planned bool) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	return l.shut(planned)
+}
+
+// shut closes the socket, once. Its caller holds mu.
+func (l *Listener) shut(planned bool) error {
 	if l.isClosed {
-		if planned {
-			return nil
-		}
-		return &net.OpError{Op: "close", Net: l.addr.Network(), Addr: l.addr, Err: net.ErrClosed}
+		return nil
 	}
 	l.isClosed, l.ended = true, planned
 	close(l.closed)

@@ -182,6 +182,10 @@ func TestListenerProperties(t *testing.T) {
 				t.Fatalf("accept after an end (planned: %t): %v", planned, err)
 			}
 		}
+		// Who ended it does not matter to the user, who closes it once.
+		if err := l.Close(); err != nil {
+			t.Fatalf("Close after an end (planned: %t): %v", planned, err)
+		}
 		if err := l.Close(); !errors.Is(err, net.ErrClosed) {
 			t.Fatalf("second Close: %v", err)
 		}
