@@ -340,10 +340,13 @@ func (n *Generation) Close() error {
 	n.closed = true
 	n.mu.Unlock()
 	n.group.watch.remove(n)
+	giveUpPreference(n.conns...)
 	err := n.group.update(func() error {
 		if slot, ok := n.group.table.find(n.number); ok && slot == n.slot {
 			n.group.leave(slot)
 		}
+		// Under the lock: nobody finds sockets at the address that are in no map.
+		hide(n.conns...)
 		return nil
 	})
 	n.observe()

@@ -19,7 +19,7 @@ import (
 
 // settle is how long a socket that stands in the way may take to go, where its process
 // may just be closing it or dying.
-const settle = time.Second
+const settle = 3 * time.Second
 
 // rival is a socket that stands in the way.
 type rival struct {
@@ -35,7 +35,7 @@ type rival struct {
 // since it may wait.
 func (g *Group) checkAddress() error {
 	var first map[uint64]bool
-	for start := time.Now(); ; time.Sleep(settle / 200) {
+	for start := time.Now(); ; time.Sleep(5 * time.Millisecond) {
 		rivals, err := g.rivals()
 		if err != nil {
 			return err

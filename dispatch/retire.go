@@ -50,6 +50,13 @@ const noCPU = -1
 // A socket of Options.Device cannot be bound to another device without CAP_NET_RAW; it
 // is closed as it is.
 func closeSockets(conns ...*net.UDPConn) error {
+	giveUpPreference(conns...)
+	hide(conns...)
+	return closeAll(conns...)
+}
+
+// giveUpPreference is the first step of closing sockets; they may still be in the map.
+func giveUpPreference(conns ...*net.UDPConn) {
 	preferred := false
 	for _, c := range conns {
 		_ = rawconn.Of(c, func(fd int) error {
@@ -64,11 +71,19 @@ func closeSockets(conns ...*net.UDPConn) error {
 	if preferred {
 		awaitReaders()
 	}
+}
+
+// hide is the second step. From here on nothing is received and nothing can be sent, and
+// the preflight of others overlooks the sockets.
+func hide(conns ...*net.UDPConn) {
 	for _, c := range conns {
 		_ = rawconn.Of(c, func(fd int) error {
 			return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BINDTOIFINDEX, noDevice)
 		})
 	}
+}
+
+func closeAll(conns ...*net.UDPConn) error {
 	var errs []error
 	for _, c := range conns {
 		if err := c.Close(); !errors.Is(err, net.ErrClosed) {
