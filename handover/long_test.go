@@ -10,17 +10,17 @@ import (
 	"time"
 )
 
-// A hundred upgrades (ten, unless INSTAR_TEST_LONG is set) under new connections
-// as fast as a few clients make them, and 500 that are kept: none is refused, reset
-// or cut, and nothing grows from generation to generation (F2, G1).
+// A hundred upgrades (ten, unless INSTAR_TEST_LONG is set) under 5,000 new connections
+// a second (1,000), and 500 that are kept (100): none is refused, reset or cut, and
+// nothing grows from generation to generation (F2, G1).
 func TestManyUpgrades(t *testing.T) {
-	upgrades, kept, clients := 10, 100, 4
+	upgrades, kept, rate := 10, 100, 1000
 	if os.Getenv("INSTAR_TEST_LONG") != "" {
-		upgrades, kept, clients = 100, 500, 64
+		upgrades, kept, rate = 100, 500, 5500
 	}
 	s := newService(t, appConfig{Probation: 20 * time.Millisecond, Max: 500, State: 10_000})
 	s.up()
-	load := s.client(clients)
+	load := s.hasty(16, rate)
 	for i := range kept {
 		load.keep(fmt.Sprintf("127.1.%d.%d", i/200, i%200+1), 500*time.Millisecond)
 	}
