@@ -21,10 +21,10 @@ func (s *service) hasty(threads, perSecond int) *client {
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	to := &unix.SockaddrInet4{Port: int(server.Port()), Addr: server.Addr().As4()}
 	pause := time.Second * time.Duration(threads) / time.Duration(perSecond)
 	for i := range threads {
 		c.done.Go(func() {
+			to := &unix.SockaddrInet4{Port: int(server.Port()), Addr: server.Addr().As4()} // Connect writes to it
 			s.ns.Run(func() {
 				next := time.Now().Add(pause * time.Duration(i) / time.Duration(threads))
 				for n := 0; ; n++ {
