@@ -46,6 +46,18 @@ type appConfig struct {
 	State  int  // octets of state
 	Child  bool // start a child at once
 	Max    int  // generations
+	// NoSignals leaves signals to the application, which tells of SIGUSR2.
+	NoSignals bool
+}
+
+// control is the path of the control socket. The test may change it between
+// generations.
+func (c appConfig) control() string {
+	name, err := os.ReadFile(filepath.Join(c.Dir, "control-name"))
+	if err != nil {
+		name = []byte("control")
+	}
+	return filepath.Join(c.Dir, string(name))
 }
 
 // fault is what goes wrong in a generation.
@@ -63,13 +75,14 @@ const (
 	slow    faultKind = "slow"    // 300 ms
 	refuse  faultKind = "refuse"  // an error of the application
 	garbage faultKind = "garbage" // octets that are no frame
+	hold    faultKind = "hold"    // until service.letGo
 )
 
 // appEvent is what a server tells the test.
 type appEvent struct {
 	Generation int
 	PID        int
-	What       string // "new", "ready", "superseded", "end", "fault"
+	What       string // "new", "ready", "superseded", "end", "fault", "signal"
 	Detail     string
 	FDs        int
 	Goroutines int
@@ -116,10 +129,20 @@ func app(c appConfig, generation *atomic.Int64, tell func(string, any)) error {
 	signal.Notify(stopped, syscall.SIGTERM)
 	var h *Handover
 	options := Options{
-		Name: "app", Build: strings.TrimPrefix(c.Build, "-"), Socket: filepath.Join(c.Dir, "control"), PIDFile: c.PIDFile,
+		Name: "app", Build: strings.TrimPrefix(c.Build, "-"), Socket: c.control(), PIDFile: c.PIDFile,
 		MaxGenerations: c.Max,
 		Probation:      c.Probation, UpgradeTimeout: c.Timeout, CommitTimeout: c.Timeout,
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug})),
+	}
+	if c.NoSignals {
+		options.Signals = []os.Signal{}
+		own := make(chan os.Signal, 1)
+		signal.Notify(own, syscall.SIGUSR2)
+		go func() {
+			for s := range own {
+				tell("signal", s)
+			}
+		}()
 	}
 	// A successor does not know its generation before HELLO.
 	guess := 1
@@ -153,6 +176,12 @@ func app(c appConfig, generation *atomic.Int64, tell func(string, any)) error {
 			return errors.New("refused by the test")
 		case garbage:
 			_, _ = p.conn.Write([]byte("this is no frame"))
+		case hold:
+			f, err := os.Open(fmt.Sprintf("%s.%d.%s.fifo", c.Faults, number, step))
+			if err != nil {
+				return err
+			}
+			return f.Close()
 		}
 		return nil
 	}
@@ -220,6 +249,9 @@ func app(c appConfig, generation *atomic.Int64, tell func(string, any)) error {
 			}
 		})
 	}
+	if err := options.step("listening", nil); err != nil {
+		return err
+	}
 	if err := h.Ready(context.Background()); err != nil {
 		return err
 	}
@@ -277,7 +309,8 @@ type service struct {
 	ns     *testutil.Netns
 	config appConfig
 	addr   string
-	path   string // of the executable
+	path   string     // of the executable
+	files  []*os.File // that the first process inherits, from 3 on
 
 	mu     sync.Mutex
 	events []appEvent
@@ -368,9 +401,40 @@ func (s *service) lives(pid int) bool {
 // fault arms one.
 func (s *service) fault(f fault) {
 	s.t.Helper()
-	if err := os.WriteFile(fmt.Sprintf("%s.%d.%s", s.config.Faults, f.Generation, f.Step), []byte(f.Kind), 0o600); err != nil {
+	name := fmt.Sprintf("%s.%d.%s", s.config.Faults, f.Generation, f.Step)
+	if f.Kind == hold {
+		if err := unix.Mkfifo(name+".fifo", 0o600); err != nil {
+			s.t.Fatal(err)
+		}
+	}
+	if err := os.WriteFile(name, []byte(f.Kind), 0o600); err != nil {
 		s.t.Fatal(err)
 	}
+}
+
+// held arms a fault that holds a generation at a step.
+func (s *service) held(generation int, step string) fault {
+	s.t.Helper()
+	f := fault{generation, step, hold}
+	s.fault(f)
+	return f
+}
+
+// awaitHeld waits until the process is there.
+func (s *service) awaitHeld(f fault) appEvent {
+	s.t.Helper()
+	return s.await(0, "a process at step "+f.Step, func(e appEvent) bool { return e.What == "fault" && e.Detail == f.Step+" "+string(hold) })
+}
+
+// letGo ends a fault that holds.
+func (s *service) letGo(f fault) {
+	s.t.Helper()
+	name := fmt.Sprintf("%s.%d.%s.fifo", s.config.Faults, f.Generation, f.Step)
+	testutil.WaitFor(s.t, patience, func() bool {
+		// Only with a reader it can be opened (fifo(7)).
+		fd, err := unix.Open(name, unix.O_WRONLY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+		return err == nil && unix.Close(fd) == nil
+	}, "a process that is held at step %s", f.Step)
 }
 
 // start starts a process from outside, as a shell would.
@@ -387,6 +451,8 @@ func (s *service) start() {
 		s.t.Fatal(err)
 	}
 	cmd.Stdout, cmd.Stderr = out, out
+	cmd.ExtraFiles = s.files
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // of all generations
 	if err := cmd.Start(); err != nil {
 		s.t.Fatal(err)
 	}
@@ -432,13 +498,13 @@ func (s *service) up() appEvent {
 }
 
 func (s *service) status() (Status, error) {
-	return RequestStatus(s.t.Context(), filepath.Join(s.config.Dir, "control"))
+	return RequestStatus(s.t.Context(), s.config.control())
 }
 
 func (s *service) upgrade() (Status, error) {
 	ctx, cancel := context.WithTimeout(s.t.Context(), 3*patience)
 	defer cancel()
-	return RequestUpgrade(ctx, filepath.Join(s.config.Dir, "control"))
+	return RequestUpgrade(ctx, s.config.control())
 }
 
 // client asks all the time over new connections, in the namespace.

@@ -36,6 +36,8 @@ func testLogger(t testing.TB) *slog.Logger {
 func testOptions(t testing.TB, socket string) Options {
 	return Options{
 		Name: "test", Socket: socket, Signals: []os.Signal{}, Probation: 50 * time.Millisecond, Logger: testLogger(t),
+		// The default would start this test binary, tests and all.
+		Command:        []string{filepath.Join(t.TempDir(), "no-successor")},
 		UpgradeTimeout: 10 * time.Second, CommitTimeout: 5 * time.Second,
 		getenv: func(string) string { return "" }, unsetenv: func(string) error { return nil },
 	}

@@ -16,13 +16,32 @@ import (
 // bind makes a listener that nobody passed.
 func (h *Handover) bind(network, address string) (acceptor, error) {
 	if network != "unix" && network != "unixpacket" {
-		l, err := h.opt.ListenConfig.Listen(context.Background(), network, address)
+		l, err := h.opt.ListenConfig.Listen(h.ctx, network, address)
 		if err != nil {
 			return nil, err
 		}
 		return l.(acceptor), nil
 	}
 	return listenUnix(&h.opt.ListenConfig, network, address)
+}
+
+// bindPacket makes a datagram socket that nobody passed.
+func (h *Handover) bindPacket(network, address string) (conn net.PacketConn, err error) {
+	listen := func() (err error) {
+		conn, err = h.opt.ListenConfig.ListenPacket(h.ctx, network, address)
+		return err
+	}
+	if network != "unixgram" || address[0] == '@' {
+		err = listen()
+		return conn, err
+	}
+	err = underLock(address, func() error {
+		if err := removeStale(address, network); err != nil {
+			return err
+		}
+		return listen()
+	})
+	return conn, err
 }
 
 // listenUnix listens on a Unix socket, in the place of a path that a dead
@@ -38,14 +57,16 @@ func listenUnix(config *net.ListenConfig, network, path string) (l *net.UnixList
 		return nil
 	}
 	if path[0] == '@' {
-		return l, listen()
+		err = listen()
+		return l, err
 	}
-	return l, underLock(path, func() error {
+	err = underLock(path, func() error {
 		if err := removeStale(path, network); err != nil {
 			return err
 		}
 		return listen()
 	})
+	return l, err
 }
 
 // underLock runs f with a lock on the folder of the path: between the look at

@@ -35,47 +35,63 @@ func (h *Handover) answerControl() {
 				return
 			}
 		}
+		who := silent.add(h.ctx)
 		select {
 		case slots <- struct{}{}:
 			h.wg.Go(func() {
 				defer func() { <-slots }()
-				h.answer(c.(*net.UnixConn), &silent)
+				defer silent.remove(who)
+				h.answer(who.ctx, c.(*net.UnixConn), func() { silent.remove(who) })
 			})
 		case <-h.ctx.Done():
+			silent.remove(who)
 			_ = c.Close()
 			return
 		}
 	}
 }
 
-// quiet are connections that have said nothing yet, in their order. A newer one
-// is worth more than an old one: peers that connect and say nothing do not keep
-// others out.
+// quiet are callers that have said nothing yet, in the order in which they were
+// accepted. A newer one is worth more than an old one: peers that connect and say
+// nothing do not keep others out.
 type quiet struct {
 	mu  sync.Mutex
-	all []*net.UnixConn
+	all []*caller
+}
+
+// caller is a connection of the control socket; ctx is how long it is listened
+// to.
+type caller struct {
+	ctx    context.Context
+	cancel context.CancelFunc
 }
 
 // maxQuiet is less than the number of connections at once.
 const maxQuiet = 16
 
-func (q *quiet) add(c *net.UnixConn) {
+func (q *quiet) add(ctx context.Context) *caller {
+	who := &caller{}
+	who.ctx, who.cancel = context.WithCancel(ctx)
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.all = append(q.all, c); len(q.all) > maxQuiet {
-		_ = q.all[0].SetReadDeadline(time.Unix(1, 0))
+	if q.all = append(q.all, who); len(q.all) > maxQuiet {
+		q.all[0].cancel()
 		q.all = q.all[1:]
 	}
+	return who
 }
 
-func (q *quiet) remove(c *net.UnixConn) {
+// remove is for one that has spoken, or is gone.
+func (q *quiet) remove(who *caller) {
+	who.cancel()
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.all = slices.DeleteFunc(q.all, func(other *net.UnixConn) bool { return other == c })
+	q.all = slices.DeleteFunc(q.all, func(other *caller) bool { return other == who })
 }
 
-// answer serves one connection of the control socket.
-func (h *Handover) answer(c *net.UnixConn, silent *quiet) {
+// answer serves one connection of the control socket. It waits for the first
+// frame while ctx lasts, and tells that it came.
+func (h *Handover) answer(ctx context.Context, c *net.UnixConn, spoke func()) {
 	p, err := newPeer(c)
 	if err != nil {
 		_ = c.Close()
@@ -87,16 +103,15 @@ func (h *Handover) answer(c *net.UnixConn, silent *quiet) {
 			p.close()
 		}
 	}()
-	done := p.limit(h.ctx, 5*time.Second)
+	done := p.limit(ctx, 5*time.Second)
 	if err := p.check(h.opt.AllowUIDs); err != nil {
 		h.log.Warn("control socket", "error", err)
 		_ = p.send(frameRefuse, refusalOf(err))
 		return
 	}
-	silent.add(c)
 	f, err := p.receive()
-	silent.remove(c)
 	done()
+	spoke()
 	if err != nil {
 		if !errors.Is(err, errPeerGone) {
 			h.log.Warn("control socket", "peer", p.cred.Pid, "error", err)
@@ -118,12 +133,6 @@ func (h *Handover) answer(c *net.UnixConn, silent *quiet) {
 	}
 }
 
-// refuse says why it ends here.
-func (p *peer) refuse(err error) {
-	_ = p.conn.SetWriteDeadline(time.Now().Add(time.Second))
-	_ = p.send(frameRefuse, refusalOf(err))
-}
-
 // takenOver sees a process through that somebody else started. Unless ours is
 // true, the connection was closed, or is by whoever has it.
 func (h *Handover) takenOver(p *peer, f frame) (ours bool, err error) {
@@ -137,7 +146,7 @@ func (h *Handover) takenOver(p *peer, f frame) (ours bool, err error) {
 		return true, err
 	}
 	defer release()
-	ctx, cancel := h.upgradeContext(h.ctx)
+	ctx, cancel := h.untilClosed(h.ctx, "the predecessor stops")
 	defer cancel()
 	s.PID = int(p.cred.Pid)
 	if err := h.see(ctx, p, &s, nil); err != nil {

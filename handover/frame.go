@@ -179,6 +179,13 @@ type stateEnd struct {
 	Error string `json:"error,omitempty"`
 }
 
+// final ends the probation. Without anything to say it has no payload.
+type final struct {
+	// Reload says that the service manager asked the predecessor for a reload
+	// when it had named the successor already. The successor answers.
+	Reload bool `json:"reload,omitempty"`
+}
+
 // request is a control request.
 type request struct {
 	Do string `json:"do"` // "upgrade" or "status"

@@ -57,21 +57,30 @@ type Handover struct {
 	from        *peer // connection with the predecessor, nil when there is none
 	state       *stateReader
 	items       map[string]*item
+	claims      map[string]bool // names whose sockets are being made
 	inherited   []*inherited
 	stored      []string // names in the service manager's store, of an earlier start
 	older       []*lifeline
 	control     *Listener
 	paths       map[string]inode // of Unix sockets, to be unlinked by the last process
+	mine        map[string]bool  // those of them that this process made
+	left        []leftPath       // paths of the predecessor that have no use here
 	pid         *pidfile.File
 	activate    []func(context.Context) error
 	write       func(context.Context, io.Writer) error
 	probation   bool // of this process
 	upgrading   bool // busy is held by an upgrade
+	readying    bool // Ready was called
 	activated   bool // OnActivate ran; only Ready uses it
 	lease       *Lease
 	leaseAway   bool          // a successor that was rolled back may still have it
 	handed      []string      // names that the predecessor handed over
 	news        chan struct{} // closed when the lease or the phase changes
+
+	words  sync.Mutex // what the service manager is told comes in order; of what follows
+	owed   bool       // READY has to follow a RELOADING of answerReload
+	reload bool       // a reload has to be answered by whoever speaks next
+	away   bool       // the manager has the successor as its main process
 
 	superseded chan struct{}
 	cause      error
@@ -88,30 +97,43 @@ type Peer struct {
 	Build      string `json:"build,omitempty"`
 }
 
-// New finds the predecessor, if there is one, and gets from it everything but
-// the state. It has a predecessor when one started this process, or when one
+// New is NewContext without a bound but Options.UpgradeTimeout.
+func New(options Options) (*Handover, error) {
+	return NewContext(context.Background(), options)
+}
+
+// NewContext finds the predecessor, if there is one, and gets from it everything
+// but the state. It has a predecessor when one started this process, or when one
 // listens at Options.Socket. Call it once, early: before other processes are
 // started, and before what it hands over is opened.
 //
-// When the predecessor dies meanwhile New goes on without it. When it refuses,
-// the error is a *RefusedError; Retryable tells whether to try again.
-func New(options Options) (*Handover, error) {
-	h, err := newHandover(options)
+// When the predecessor dies meanwhile NewContext goes on without it. When it
+// refuses, the error is a *RefusedError; Retryable tells whether to try again.
+// When ctx is done, or the predecessor does not answer for
+// Options.UpgradeTimeout, the error wraps ctx's or os.ErrDeadlineExceeded; the
+// predecessor serves on. After NewContext has returned ctx has no meaning.
+func NewContext(ctx context.Context, options Options) (*Handover, error) {
+	h, err := newHandover(ctx, options)
 	if err != nil {
 		return nil, fmt.Errorf("new handover: %w", err)
 	}
 	return h, nil
 }
 
-func newHandover(options Options) (*Handover, error) {
+func newHandover(ctx context.Context, options Options) (*Handover, error) {
 	if err := options.defaults(); err != nil {
+		return nil, err
+	}
+	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
 	h := &Handover{
 		opt:        options,
 		generation: 1,
 		items:      make(map[string]*item),
+		claims:     make(map[string]bool),
 		paths:      make(map[string]inode),
+		mine:       make(map[string]bool),
 		superseded: make(chan struct{}),
 		hurried:    make(chan struct{}),
 		news:       make(chan struct{}),
@@ -123,18 +145,24 @@ func newHandover(options Options) (*Handover, error) {
 		h.signals = make(chan os.Signal, 1)
 		signal.Notify(h.signals, options.Signals...)
 	}
-	if err := h.open(); err != nil {
+	if err := h.open(ctx); err != nil {
 		return nil, errors.Join(err, h.Close())
 	}
 	h.log = h.log.With("generation", h.generation)
 	h.noteStrays()
 	if h.signals != nil {
+		// What came until now was for the predecessor.
+		select {
+		case s := <-h.signals:
+			h.ignore(s, ErrNotActive)
+		default:
+		}
 		h.wg.Go(h.obeySignals)
 	}
 	return h, nil
 }
 
-func (h *Handover) open() (err error) {
+func (h *Handover) open(ctx context.Context) (err error) {
 	if h.manager, err = systemd.NewNotifier(h.opt.getenv); err != nil {
 		return err
 	}
@@ -151,12 +179,12 @@ func (h *Handover) open() (err error) {
 	}
 	h.main = conn == nil
 	if conn != nil {
-		return h.meet(conn)
+		return h.meet(ctx, conn)
 	}
 	if h.opt.Socket == "" {
 		return nil
 	}
-	return h.openSocket()
+	return h.openSocket(ctx)
 }
 
 // takeActivation takes what the service manager passed: sockets of units, and
@@ -169,7 +197,10 @@ func (h *Handover) takeActivation(activated []systemd.Descriptor) error {
 	}
 	var err error
 	for _, s := range stale {
-		err = errors.Join(err, s.File.Close(), h.manager.RemoveFD(s.Name))
+		if err := errors.Join(s.File.Close(), h.manager.RemoveFD(s.Name)); err != nil {
+			// The store is a cache: what stays in it is stale once more.
+			h.log.Warn("stale descriptor not removed from the store", "name", s.Name, "error", err)
+		}
 	}
 	for _, d := range others {
 		fd, failed := duplicate(d.File)
@@ -277,17 +308,29 @@ func (h *Handover) Settled(ctx context.Context) error {
 // Hurried is closed when a newer process asks this one to end its drain now.
 func (h *Handover) Hurried() <-chan struct{} { return h.hurried }
 
-// runActivate runs the functions of OnActivate.
+// runActivate runs the functions of OnActivate, while ctx lasts and nobody closes.
 func (h *Handover) runActivate(ctx context.Context) error {
 	h.mu.Lock()
 	all := slices.Clone(h.activate)
 	h.mu.Unlock()
 	for _, f := range all {
+		if ctx.Err() != nil {
+			return fmt.Errorf("activate: %w", context.Cause(ctx))
+		}
+		if h.isClosed() { // ctx may learn it a moment later
+			return fmt.Errorf("activate: %w", ErrClosed)
+		}
 		if err := f(ctx); err != nil {
 			return fmt.Errorf("activate: %w", err)
 		}
 	}
 	return nil
+}
+
+func (h *Handover) isClosed() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.phase == phaseClosed
 }
 
 // serve opens all listeners.
@@ -297,6 +340,11 @@ func (h *Handover) serve() {
 	if h.phase >= phaseSuperseded {
 		return
 	}
+	h.openListeners()
+}
+
+// openListeners makes this process active. Its caller holds mu.
+func (h *Handover) openListeners() {
 	h.phase = phaseActive
 	for _, l := range h.listeners() {
 		l.resume()
@@ -351,7 +399,8 @@ func (h *Handover) finish(cause error, successor *Peer) {
 	}
 }
 
-// own makes this process the one that unlinks a Unix socket.
+// own makes this process the one that unlinks a Unix socket. Its caller holds
+// mu.
 func (h *Handover) own(path string) {
 	if path == "" || path[0] == '@' {
 		return
@@ -375,15 +424,21 @@ func (h *Handover) obeySignals() {
 		case s := <-h.signals:
 			h.wg.Go(func() {
 				if err := h.Upgrade(h.ctx); errors.Is(err, ErrNotActive) {
-					// A signal to the whole process group is for the active one.
-					h.log.Debug("signal ignored", "signal", s.String(), "reason", err)
+					h.ignore(s, err)
 				}
 			})
 		}
 	}
 }
 
-// Close ends this process's part. An upgrade that is under way is aborted. The
+// ignore notes a signal to the whole process group that is for the active one.
+func (h *Handover) ignore(s os.Signal, reason error) {
+	h.log.Debug("signal ignored", "signal", s.String(), "reason", reason)
+}
+
+// Close ends this process's part. An upgrade that is under way is aborted, and
+// calls of Ready, Listen and Lease end with ErrClosed: nothing serves here any
+// more. The
 // last process, which has no successor, unlinks what it bound. Listeners are
 // closed; packet sockets, files and connections are the caller's.
 func (h *Handover) Close() error { return h.Abort(nil) }
@@ -405,14 +460,18 @@ func (h *Handover) Abort(reason error) error {
 	defer h.busy.Unlock()
 
 	h.mu.Lock()
+	if h.phase == phaseClosed { // by another call
+		h.mu.Unlock()
+		return ErrClosed
+	}
 	// One that is in its probation has a predecessor that takes back.
 	needed := h.from != nil && (h.phase == phaseStarting || h.probation)
 	last := !needed && (h.phase == phaseActive || h.phase == phaseStarting)
-	// What one that never served has made itself is nobody else's.
-	var made map[string]inode
-	if last || h.phase == phaseStarting {
-		made = maps.Clone(h.paths)
-	}
+	// What one has made itself that never serves, or is taken back, is nobody
+	// else's.
+	alone := h.phase == phaseStarting || needed || errors.Is(h.cause, ErrRolledBack)
+	made := maps.Clone(h.paths)
+	maps.DeleteFunc(made, func(path string, _ inode) bool { return !last && (!alone || !h.mine[path]) })
 	if h.opt.StoreDescriptors && h.manager != nil && h.phase == phaseActive {
 		// The service manager keeps the sockets; the next start needs their paths.
 		for _, it := range h.items {
@@ -428,12 +487,11 @@ func (h *Handover) Abort(reason error) error {
 
 	var err error
 	if needed {
-		_ = from.conn.SetWriteDeadline(time.Now().Add(time.Second))
 		why := refusal{"closed", "the successor stopped before it had taken over for good"}
 		if reason != nil {
 			why = refusalOf(reason)
 		}
-		_ = from.send(frameRefuse, why)
+		from.part(frameRefuse, why)
 		from.close()
 	}
 	for _, l := range all {
@@ -463,6 +521,24 @@ func (h *Handover) Abort(reason error) error {
 		l.close()
 	}
 	return err
+}
+
+// dropUnused closes what was inherited and is not asked for.
+func (h *Handover) dropUnused(unused []*inherited) {
+	for _, i := range unused {
+		if i.fd < 0 {
+			continue // somebody tried
+		}
+		closeAll([]int{i.fd})
+		h.log.Warn("closed a descriptor that was inherited and not asked for", "descriptor", i.String())
+	}
+}
+
+// untilClosed also ends when this process is closed, with ErrClosed and why.
+func (h *Handover) untilClosed(ctx context.Context, why string) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	stop := context.AfterFunc(h.ctx, func() { cancel(fmt.Errorf("%w: %s", ErrClosed, why)) })
+	return ctx, func() { stop(); cancel(nil) }
 }
 
 // alive drops the older processes that are gone and returns the others.

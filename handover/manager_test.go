@@ -23,6 +23,14 @@ type manager struct {
 	path string
 	mu   sync.Mutex
 	said []word
+	hook map[string]func() // called after a line was read, and before a barrier is confirmed
+}
+
+// on has f called for each line.
+func (m *manager) on(line string, f func()) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.hook[line] = f
 }
 
 // word is a line that a process said.
@@ -33,7 +41,7 @@ type word struct {
 
 func newManager(t testing.TB) *manager {
 	t.Helper()
-	m := &manager{path: filepath.Join(t.TempDir(), "notify")}
+	m := &manager{path: filepath.Join(t.TempDir(), "notify"), hook: map[string]func(){}}
 	c, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: m.path, Net: "unixgram"})
 	if err != nil {
 		t.Fatal(err)
@@ -60,11 +68,18 @@ func newManager(t testing.TB) *manager {
 					pid = int(cred.Pid)
 				}
 			}
+			var hooks []func()
 			m.mu.Lock()
 			for line := range strings.SplitSeq(strings.TrimSpace(string(b[:n])), "\n") {
 				m.said = append(m.said, word{pid, line})
+				if f := m.hook[line]; f != nil {
+					hooks = append(hooks, f)
+				}
 			}
 			m.mu.Unlock()
+			for _, f := range hooks {
+				f()
+			}
 			fds, err := parseRights(oob[:oobn])
 			if err != nil {
 				t.Error(err)

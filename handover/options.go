@@ -26,7 +26,9 @@ type Options struct {
 	Build string
 	// Socket is the path of a Unix socket, at which a process that somebody else
 	// started takes over, and at which upgrades are requested (instar upgrade).
-	// "@name" is an abstract one. It is made with mode 0600. Default: none.
+	// "@name" is an abstract one. It is made with mode 0600. A successor that has
+	// another one removes the predecessor's path when that one has let go. Default:
+	// none.
 	Socket string
 	// AllowUIDs are users that may take over or request upgrades, besides root
 	// and the effective user of this process. A process that takes over gets
@@ -44,8 +46,11 @@ type Options struct {
 	Environ func() []string
 	// Stdout and Stderr are the successor's. Default: those of this process.
 	Stdout, Stderr *os.File
-	// Signals start an upgrade. Default (nil): SIGHUP and SIGUSR2. Empty and not
-	// nil: none.
+	// Signals start an upgrade, from Ready on; in processes that are not active
+	// they do nothing. Default (nil): SIGHUP and SIGUSR2. Empty and not nil: none.
+	// Then they are the application's: a SIGHUP that it does not take
+	// (signal.Notify) ends the process, also a successor that starts, and the Go
+	// runtime ignores SIGUSR2.
 	Signals []os.Signal
 
 	// UpgradeTimeout is how long a successor may take from its start until it

@@ -10,6 +10,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -27,12 +28,24 @@ type peer struct {
 	mu    sync.Mutex
 	pidfd int // of the predecessor, -1 when it is not watched
 
-	in  []byte // of the packet that was read last
-	oob []byte
+	limits  sync.Mutex // of the connection's deadlines
+	parting bool       // the last word is said: nobody else bounds writing any more
+
+	reading sync.Mutex // held by receive; of what follows
+	in      []byte     // of the packet that was read last
+	oob     []byte
+	early   []packet // read in the search for a refusal; they come first
+}
+
+// packet is a frame that came, or what is wrong with it.
+type packet struct {
+	frame
+	err error
 }
 
 func newPeer(conn *net.UnixConn) (*peer, error) {
-	p := &peer{conn: conn, pidfd: -1, in: make([]byte, headerLen+maxPayload+1), oob: make([]byte, unix.CmsgSpace(maxFrameFDs*4))}
+	p := &peer{conn: conn, pidfd: -1}
+	p.in, p.oob = packetBuffers()
 	err := rawconn.Of(conn, func(fd int) error {
 		kind, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_TYPE)
 		if err != nil {
@@ -51,6 +64,10 @@ func newPeer(conn *net.UnixConn) (*peer, error) {
 		return nil, fmt.Errorf("check peer: %w", err)
 	}
 	return p, nil
+}
+
+func packetBuffers() (in, oob []byte) {
+	return make([]byte, headerLen+maxPayload+1), make([]byte, unix.CmsgSpace(maxFrameFDs*4))
 }
 
 // check refuses strangers: only root, our own effective user and the ones that
@@ -125,7 +142,7 @@ func (p *peer) sendRaw(f frame) error {
 		err = p.lost("write "+f.kind.String(), err)
 		if errors.Is(err, errPeerGone) {
 			// It may have said why, before it closed.
-			if _, why := p.want(0); !errors.Is(why, errPeerGone) {
+			if why := p.findRefusal(); why != nil {
 				return why
 			}
 		}
@@ -135,8 +152,16 @@ func (p *peer) sendRaw(f frame) error {
 }
 
 // receive reads the next frame that is known here. Its payload is valid until
-// the next call; its descriptors are the caller's. io.EOF: the peer is gone.
+// the next call; its descriptors are the caller's. errPeerGone: nothing comes any
+// more.
 func (p *peer) receive() (frame, error) {
+	p.reading.Lock()
+	defer p.reading.Unlock()
+	if len(p.early) > 0 {
+		first := p.early[0]
+		p.early = p.early[1:]
+		return first.frame, first.err
+	}
 	for {
 		n, oobn, flags, _, err := p.conn.ReadMsgUnix(p.in, p.oob)
 		if errors.Is(err, unix.ECONNRESET) {
@@ -150,37 +175,77 @@ func (p *peer) receive() (frame, error) {
 		if err != nil {
 			return frame{}, p.lost("read", err)
 		}
-		fds, err := parseRights(p.oob[:oobn])
-		if err == nil && flags&unix.MSG_CTRUNC != 0 {
-			// unix(7): descriptors over RLIMIT_NOFILE are dropped in silence.
-			err = fmt.Errorf("descriptors of the peer were dropped: this process has too many open; raise RLIMIT_NOFILE (%w)", unix.EMFILE)
+		if f, known, err := parsePacket(p.in[:n], p.oob[:oobn], flags); known || err != nil {
+			return f, err
 		}
-		if err == nil && flags&unix.MSG_TRUNC != 0 {
-			err = fmt.Errorf("%w: a frame of more than %d bytes", ErrProtocol, maxPayload)
-		}
-		var f frame
-		if err == nil {
-			f, err = parseFrame(p.in[:n])
-		}
-		if err != nil {
-			closeAll(fds)
-			return frame{}, err
-		}
-		if _, known := frameNames[f.kind]; !known {
-			closeAll(fds)
-			continue
-		}
-		if len(fds) > 0 && f.kind != frameManifest {
-			closeAll(fds)
-			fds = nil
-		}
-		f.fds = fds
-		return f, nil
 	}
 }
 
-// want receives a frame of the type, with 0 none. A refusal becomes a
-// RefusedError.
+// findRefusal looks for why the other process closed the connection. What it
+// reads stays for receive. It does not wait, and does not look while somebody
+// receives: that one finds everything.
+func (p *peer) findRefusal() error {
+	if !p.reading.TryLock() {
+		return nil
+	}
+	defer p.reading.Unlock()
+	in, oob := packetBuffers() // whoever received last may still read the others
+	for {
+		var n, oobn, flags int
+		err := rawconn.Of(p.conn, func(fd int) (err error) {
+			n, oobn, flags, _, err = unix.Recvmsg(fd, in, oob, unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
+			return err
+		})
+		if errors.Is(err, unix.EINTR) || errors.Is(err, unix.ECONNRESET) { // see receive
+			continue
+		}
+		if err != nil || n == 0 && oobn == 0 {
+			break
+		}
+		f, known, err := parsePacket(in[:n], oob[:oobn], flags)
+		if known || err != nil {
+			f.payload = slices.Clone(f.payload)
+			p.early = append(p.early, packet{f, err})
+		}
+	}
+	for _, early := range p.early {
+		if early.err == nil {
+			if why := refused(early.frame); why != nil {
+				return why
+			}
+		}
+	}
+	return nil
+}
+
+// parsePacket reads a frame and its descriptors. Those of a frame that is not
+// known or has no use for them are closed. The payload is a part of b.
+func parsePacket(b, oob []byte, flags int) (f frame, known bool, err error) {
+	fds, err := parseRights(oob)
+	if err == nil && flags&unix.MSG_CTRUNC != 0 {
+		// unix(7): descriptors over RLIMIT_NOFILE are dropped in silence.
+		err = fmt.Errorf("descriptors of the peer were dropped: this process has too many open; raise RLIMIT_NOFILE (%w)", unix.EMFILE)
+	}
+	if err == nil && flags&unix.MSG_TRUNC != 0 {
+		err = fmt.Errorf("%w: a frame of more than %d bytes", ErrProtocol, maxPayload)
+	}
+	if err == nil {
+		f, err = parseFrame(b)
+	}
+	if err != nil {
+		closeAll(fds)
+		return frame{}, false, err
+	}
+	_, known = frameNames[f.kind]
+	if !known || f.kind != frameManifest {
+		closeAll(fds)
+		fds = nil
+	}
+	f.fds = fds
+	return f, known, nil
+}
+
+// want receives a frame of the type. A refusal becomes a RefusedError.
 func (p *peer) want(kind frameType) (frame, error) {
 	f, err := p.receive()
 	if err != nil {
@@ -190,21 +255,26 @@ func (p *peer) want(kind frameType) (frame, error) {
 		return f, nil
 	}
 	closeAll(f.fds)
-	if kind == 0 {
-		kind = frameRefuse
+	if why := refused(f); why != nil {
+		return frame{}, why
 	}
+	return frame{}, fmt.Errorf("%w: %v came, %v was due", ErrProtocol, f.kind, kind)
+}
+
+// refused is what a REFUSE or ROLLBACK says, nil of other frames.
+func refused(f frame) error {
 	switch f.kind {
 	case frameRefuse:
 		r, err := decode[refusal](f)
 		if err != nil {
-			return frame{}, err
+			return err
 		}
-		return frame{}, r.err()
+		return r.err()
 	case frameRollback:
 		r, _ := decode[refusal](f)
-		return frame{}, fmt.Errorf("%w: %s", ErrRolledBack, r.Reason)
+		return fmt.Errorf("%w: %s", ErrRolledBack, r.Reason)
 	}
-	return frame{}, fmt.Errorf("%w: %v came, %v was due", ErrProtocol, f.kind, kind)
+	return nil
 }
 
 // wantJSON is want for a frame with a payload.
@@ -217,27 +287,48 @@ func wantJSON[T any](p *peer, kind frameType) (v T, err error) {
 	return decode[T](f)
 }
 
-// limit bounds everything that is sent and received from now on: until t, and
-// while ctx lasts. The returned function ends that.
+// limit bounds everything that is sent and received from now on, but for a last
+// word: for d, and while ctx lasts. The returned function ends that.
 func (p *peer) limit(ctx context.Context, d time.Duration) (done func()) {
-	var mu sync.Mutex
-	over := false
-	_ = p.conn.SetDeadline(time.Now().Add(d))
+	over := false // under limits
+	set := func(t time.Time) {
+		if p.parting {
+			_ = p.conn.SetReadDeadline(t)
+		} else {
+			_ = p.conn.SetDeadline(t)
+		}
+	}
+	p.limits.Lock()
+	defer p.limits.Unlock()
+	set(time.Now().Add(d))
 	stop := context.AfterFunc(ctx, func() {
-		mu.Lock()
-		defer mu.Unlock()
+		p.limits.Lock()
+		defer p.limits.Unlock()
 		if !over {
-			_ = p.conn.SetDeadline(time.Unix(1, 0))
+			set(time.Unix(1, 0))
 		}
 	})
 	return func() {
 		stop()
-		mu.Lock()
-		defer mu.Unlock()
+		p.limits.Lock()
+		defer p.limits.Unlock()
 		over = true
-		_ = p.conn.SetDeadline(time.Time{})
+		set(time.Time{})
 	}
 }
+
+// part says the last word, for which there is a second, whatever other limits
+// there are.
+func (p *peer) part(kind frameType, why refusal) {
+	p.limits.Lock()
+	p.parting = true
+	_ = p.conn.SetWriteDeadline(time.Now().Add(time.Second))
+	p.limits.Unlock()
+	_ = p.send(kind, why)
+}
+
+// refuse says why it ends here.
+func (p *peer) refuse(err error) { p.part(frameRefuse, refusalOf(err)) }
 
 // lost words an error of the connection.
 func (p *peer) lost(what string, err error) error {
@@ -255,6 +346,13 @@ func (p *peer) lost(what string, err error) error {
 
 func (p *peer) close() {
 	_ = p.conn.Close()
+	// Whoever receives returns now.
+	p.reading.Lock()
+	for _, early := range p.early {
+		closeAll(early.fds)
+	}
+	p.early = nil
+	p.reading.Unlock()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.pidfd >= 0 {

@@ -42,8 +42,12 @@ func (h *Handover) Upgrade(ctx context.Context) error {
 func (h *Handover) upgrade(ctx context.Context) (err error) {
 	seen := false
 	defer func() {
-		// A manager that asked for it (Type=notify-reload) waits for both.
-		if err != nil && !seen && !errors.Is(err, ErrUpgrading) && !errors.Is(err, ErrNotActive) && !errors.Is(err, ErrClosed) {
+		// A manager that asked for it (Type=notify-reload) waits for both words.
+		switch {
+		case err == nil, seen, errors.Is(err, ErrNotActive), errors.Is(err, ErrClosed):
+		case errors.Is(err, ErrUpgrading):
+			h.answerReload()
+		default:
 			h.tellManager(h.manager.Reloading)
 			h.tellFailure()
 		}
@@ -53,7 +57,7 @@ func (h *Handover) upgrade(ctx context.Context) (err error) {
 		return err
 	}
 	defer release()
-	ctx, cancel := h.upgradeContext(ctx)
+	ctx, cancel := h.untilClosed(ctx, "the predecessor stops")
 	defer cancel()
 	ours, theirs, err := socketPair()
 	if err != nil {
@@ -116,16 +120,10 @@ func (h *Handover) beginUpgrade() (release func(), err error) {
 	return func() {
 		h.mu.Lock()
 		h.upgrading = false
+		h.busy.Unlock() // under mu: who sees that there is none can begin one
 		h.mu.Unlock()
-		h.busy.Unlock()
+		h.settleReload()
 	}, nil
-}
-
-// upgradeContext also ends when this process is closed.
-func (h *Handover) upgradeContext(ctx context.Context) (context.Context, context.CancelFunc) {
-	ctx, cancel := context.WithCancelCause(ctx)
-	stop := context.AfterFunc(h.ctx, func() { cancel(fmt.Errorf("%w: the predecessor stops", ErrClosed)) })
-	return ctx, func() { stop(); cancel(nil) }
 }
 
 // see brings a successor through the protocol. When it returns an error this
@@ -415,7 +413,13 @@ func (h *Handover) letGo(ctx context.Context, p *peer, own offer) error {
 	}
 	done = p.limit(context.Background(), h.opt.CommitTimeout)
 	defer done()
-	err = p.send(frameFinal, nil)
+	h.words.Lock()
+	var last any
+	if h.reload {
+		last = final{Reload: true}
+	}
+	h.words.Unlock()
+	err = p.send(frameFinal, last)
 	if err != nil {
 		return err
 	}
@@ -428,7 +432,11 @@ func (h *Handover) letGo(ctx context.Context, p *peer, own offer) error {
 // handMain makes the successor the service's main process, and waits until the
 // service manager knows.
 func (h *Handover) handMain(pid int) error {
-	if err := h.manager.Send("MAINPID="+strconv.Itoa(pid), "READY=1"); err != nil {
+	h.words.Lock()
+	err := h.manager.Send("MAINPID="+strconv.Itoa(pid), "READY=1")
+	h.owed, h.away = false, true
+	h.words.Unlock()
+	if err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
@@ -480,8 +488,7 @@ func (p *peer) ping() error {
 // takeBack makes this process the one that serves, again.
 func (h *Handover) takeBack(p *peer, reason error) {
 	// First the word, then the deed: a successor that is only slow must know.
-	_ = p.conn.SetWriteDeadline(time.Now().Add(time.Second))
-	_ = p.send(frameRollback, refusalOf(reason))
+	p.part(frameRollback, refusalOf(reason))
 	h.mu.Lock()
 	closing := h.phase == phaseClosed
 	h.mu.Unlock()
@@ -502,19 +509,66 @@ func (h *Handover) takeBack(p *peer, reason error) {
 	}
 	h.serve()
 	h.tellManager(func() error {
-		return h.manager.Send("MAINPID="+strconv.Itoa(os.Getpid()), "READY=1", "STATUS="+h.statusLine()+"; the last upgrade failed")
+		h.away = false
+		return h.sayReady("MAINPID="+strconv.Itoa(os.Getpid()), "READY=1", "STATUS="+h.statusLine()+"; the last upgrade failed")
 	})
 	h.log.Warn("took back from the successor; serving", "reason", reason)
 }
 
 // tellFailure ends what Reloading began.
 func (h *Handover) tellFailure() {
-	h.tellManager(func() error { return h.manager.Ready(h.statusLine() + "; the last upgrade failed") })
+	h.tellManager(func() error { return h.sayReady("READY=1", "STATUS="+h.statusLine()+"; the last upgrade failed") })
+}
+
+// answerReload answers a reload that comes during another upgrade, or in this
+// process's probation: a manager that asked for it takes no RELOADING that is
+// older than its signal (Type=notify-reload), and waits for a READY after it.
+func (h *Handover) answerReload() {
+	h.words.Lock()
+	defer h.words.Unlock()
+	h.mu.Lock()
+	main, upgrading := h.main, h.upgrading
+	h.mu.Unlock()
+	if !main || h.away {
+		h.reload = true // see speak, takeBack and FINAL
+		return
+	}
+	err := h.manager.Reloading()
+	if h.owed = true; !upgrading {
+		err = errors.Join(err, h.sayReady("READY=1", "STATUS="+h.statusLine()))
+	}
+	if err != nil {
+		h.log.Warn("the service manager was not told", "error", err)
+	}
+}
+
+// settleReload says READY after an upgrade that was over, as far as the manager
+// knows, before a reload came.
+func (h *Handover) settleReload() {
+	h.tellManager(func() error {
+		if !h.owed {
+			return nil
+		}
+		return h.sayReady("READY=1", "STATUS="+h.statusLine())
+	})
+}
+
+// sayReady sends lines with READY, and RELOADING before when that is due. Its
+// caller holds words.
+func (h *Handover) sayReady(lines ...string) error {
+	var err error
+	if h.reload {
+		err = h.manager.Reloading()
+	}
+	h.reload, h.owed = false, false
+	return errors.Join(err, h.manager.Send(lines...))
 }
 
 // tellManager says something to the service manager, which is told by the main
 // process only.
 func (h *Handover) tellManager(say func() error) {
+	h.words.Lock()
+	defer h.words.Unlock()
 	h.mu.Lock()
 	main := h.main
 	h.mu.Unlock()

@@ -48,7 +48,12 @@ func (i *inherited) String() string {
 // activation, or a new one. Network is "tcp", "tcp4", "tcp6", "unix" or
 // "unixpacket". A predecessor's listener is taken when it was made for the same
 // network and address; activation's whatever its address is, the
-// administrator's word goes first. Address "" takes whatever was inherited.
+// administrator's word goes first. Address "" takes whatever was inherited, and
+// the error is ErrNotInherited when that is nothing. Resolving a host name may
+// take its time; Close ends it.
+//
+// After Superseded there is nothing to listen for: the error is that of Err,
+// ErrSuperseded or ErrRolledBack. After Close it is ErrClosed.
 //
 // The name is the listener's role, the same in each generation and, for socket
 // activation, in FileDescriptorName=. Accept waits until Ready.
@@ -59,42 +64,44 @@ func (h *Handover) Listen(name, network, address string) (net.Listener, error) {
 	default:
 		return nil, fmt.Errorf("%s %q: network %q; use tcp, tcp4, tcp6, unix or unixpacket", what, name, network)
 	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if err := h.free(what, name); err != nil {
+	c, err := h.claim(what, roleListener, name)
+	if err != nil {
 		return nil, err
 	}
-	got := h.find(roleListener, name, network, address)
-	var (
-		inner acceptor
-		addr  net.Addr
-		err   error
-	)
-	if got != nil {
-		if inner, err = got.listener(); err != nil {
-			return nil, fmt.Errorf("%s %q: %w", what, name, err)
-		}
-	} else {
-		if address == "" {
-			return nil, fmt.Errorf("%s %q: %w", what, name, ErrNotInherited)
-		}
-		if inner, err = h.bind(network, address); err != nil {
-			return nil, fmt.Errorf("%s %q: %w", what, name, err)
-		}
+	l, err := h.listen(c, network, address)
+	if err != nil {
+		h.giveBack(c)
+		return nil, fmt.Errorf("%s %q: %w", what, name, h.closedOr(err))
 	}
-	addr = inner.Addr()
-	l := newListener(inner, addr)
-	it := &item{entry: entry{Role: roleListener, Name: name, Network: network, Asked: address, Address: addr.String()}, conn: inner, listener: l}
-	h.take(got, it)
-	if h.phase == phaseActive {
-		l.resume()
+	it := &item{entry: entry{Role: roleListener, Name: name, Network: network, Asked: address, Address: l.addr.String()}, conn: l.inner, listener: l}
+	if err := h.settle(c, it); err != nil {
+		return nil, errors.Join(fmt.Errorf("%s %q: %w", what, name, err), l.Close())
 	}
 	return l, nil
 }
 
+// listen makes the listener of a claim.
+func (h *Handover) listen(c *claim, network, address string) (*Listener, error) {
+	var inner acceptor
+	var err error
+	switch got := h.find(c, network, address); {
+	case got != nil:
+		inner, err = c.use(got).listener()
+	case address == "":
+		err = ErrNotInherited
+	default:
+		inner, err = h.bind(network, address)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return newListener(inner, inner.Addr()), nil
+}
+
 // ListenPacket returns the datagram socket of that name: a *net.UDPConn or
 // *net.UnixConn itself, so that GSO, ECN and batched reads work on it. Network
-// is "udp", "udp4", "udp6" or "unixgram"; what is inherited is as in Listen.
+// is "udp", "udp4", "udp6" or "unixgram"; what is inherited, and the errors, are
+// as in Listen.
 //
 // Until its predecessor closed it, both processes can read from the socket.
 // Nothing is lost when each answers what it read: begin to read after Ready,
@@ -107,36 +114,31 @@ func (h *Handover) ListenPacket(name, network, address string) (net.PacketConn, 
 	default:
 		return nil, fmt.Errorf("%s %q: network %q; use udp, udp4, udp6 or unixgram", what, name, network)
 	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if err := h.free(what, name); err != nil {
+	c, err := h.claim(what, rolePacket, name)
+	if err != nil {
 		return nil, err
 	}
-	got := h.find(rolePacket, name, network, address)
-	var conn net.PacketConn
-	var err error
-	switch {
-	case got != nil:
-		conn, err = got.packetConn()
-	case address == "":
-		err = ErrNotInherited
-	case network == "unixgram" && address[0] != '@':
-		err = underLock(address, func() error {
-			if err := removeStale(address, "unixgram"); err != nil {
-				return err
-			}
-			conn, err = h.opt.ListenConfig.ListenPacket(context.Background(), network, address)
-			return err
-		})
-	default:
-		conn, err = h.opt.ListenConfig.ListenPacket(context.Background(), network, address)
-	}
+	conn, err := h.listenPacket(c, network, address)
 	if err != nil {
-		return nil, fmt.Errorf("%s %q: %w", what, name, err)
+		h.giveBack(c)
+		return nil, fmt.Errorf("%s %q: %w", what, name, h.closedOr(err))
 	}
 	it := &item{entry: entry{Role: rolePacket, Name: name, Network: network, Asked: address, Address: conn.LocalAddr().String()}, conn: conn.(syscall.Conn)}
-	h.take(got, it)
+	if err := h.settle(c, it); err != nil {
+		return nil, errors.Join(fmt.Errorf("%s %q: %w", what, name, err), conn.Close())
+	}
 	return conn, nil
+}
+
+// listenPacket makes the datagram socket of a claim.
+func (h *Handover) listenPacket(c *claim, network, address string) (net.PacketConn, error) {
+	switch got := h.find(c, network, address); {
+	case got != nil:
+		return c.use(got).packetConn()
+	case address == "":
+		return nil, ErrNotInherited
+	}
+	return h.bindPacket(network, address)
 }
 
 // File returns the inherited file of that name, which the caller closes. While
@@ -148,7 +150,7 @@ func (h *Handover) File(name string) (*os.File, error) {
 	if err := h.free("inherit", name); err != nil {
 		return nil, err
 	}
-	got := h.find(roleFile, name, "", "")
+	got := h.first(roleFile, name)
 	if got == nil {
 		return nil, fmt.Errorf("inherit file %q: %w", name, ErrNotInherited)
 	}
@@ -166,7 +168,7 @@ func (h *Handover) Conn(name string) (net.Conn, error) {
 	if err := h.free("inherit", name); err != nil {
 		return nil, err
 	}
-	got := h.find(roleConn, name, "", "")
+	got := h.first(roleConn, name)
 	if got == nil {
 		return nil, fmt.Errorf("inherit connection %q: %w", name, ErrNotInherited)
 	}
@@ -221,6 +223,8 @@ func (h *Handover) free(what, name string) error {
 		return fmt.Errorf("%s %q: %w", what, name, ErrClosed)
 	case name == "" || len(name) > 200 || strings.ContainsFunc(name, func(r rune) bool { return r <= ' ' || r >= 127 || r == ':' }):
 		return fmt.Errorf("%s %q: a name has 1 to 200 printable ASCII characters without space and colon", what, name)
+	case h.claims[name]:
+		return fmt.Errorf("%s %q: the name is in use by another call that is not done yet; each socket and file has its own", what, name)
 	case h.items[name] != nil:
 		if h.items[name].closed() {
 			// The service manager's duplicate would keep the address in use.
@@ -237,53 +241,155 @@ func (it *item) closed() bool {
 	return rawconn.Of(it.conn, func(int) error { return nil }) != nil
 }
 
-// unlinks says whether the last process removes the item's path.
-func (it *item) unlinks() bool {
-	return strings.HasPrefix(it.Network, "unix") && it.Role != roleConn && !it.Borrowed
+// unlinks says whether the last process removes the socket's path.
+func (e *entry) unlinks() bool {
+	return strings.HasPrefix(e.Network, "unix") && e.Role != roleConn && !e.Borrowed
 }
 
 // take records an item and forgets the inherited descriptor that it was made
 // of. Its caller holds mu.
 func (h *Handover) take(got *inherited, it *item) {
 	h.items[it.Name] = it
-	// Whoever made a path removes it if it never serves; who serves, see start.
-	if (got == nil || h.phase == phaseActive) && it.unlinks() {
-		h.own(it.Address)
-	}
 	if got != nil {
 		it.Borrowed = got.Borrowed || got.source == fromActivation
 		h.inherited = slices.DeleteFunc(h.inherited, func(i *inherited) bool { return i == got })
 	}
+	// Whoever made a path removes it if it never serves; who serves, see start.
+	if (got == nil || h.phase == phaseActive) && it.unlinks() {
+		h.own(it.Address)
+		h.mine[it.Address] = got == nil
+	}
 	h.store(it)
 }
 
-// find looks for an inherited descriptor. Its caller holds mu.
-func (h *Handover) find(role roleName, name, network, address string) *inherited {
-	var candidates []*inherited
+// claim reserves a name while its socket is made: resolving a host name and
+// binding may take their time, and nothing else waits for them.
+type claim struct {
+	name       string
+	candidates []*inherited // of this name and role; owned
+	used       *inherited   // the one that the socket is made of, nil when it is new
+}
+
+// claim takes what was inherited under the name out of the others' reach, until
+// settle or giveBack.
+func (h *Handover) claim(what string, role roleName, name string) (*claim, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if err := h.free(what, name); err != nil {
+		return nil, err
+	}
+	if h.phase == phaseSuperseded {
+		return nil, fmt.Errorf("%s %q: %w", what, name, h.cause)
+	}
+	c := &claim{name: name, candidates: h.candidates(role, name)}
+	h.inherited = slices.DeleteFunc(h.inherited, func(i *inherited) bool { return slices.Contains(c.candidates, i) })
+	h.claims[name] = true
+	return c, nil
+}
+
+// use takes the descriptor that the socket is made of.
+func (c *claim) use(got *inherited) *inherited {
+	c.used = got
+	c.candidates = slices.DeleteFunc(c.candidates, func(i *inherited) bool { return i == got })
+	return got
+}
+
+// giveBack ends a claim of which nothing came.
+func (h *Handover) giveBack(c *claim) {
+	h.mu.Lock()
+	unused := h.release(c)
+	h.mu.Unlock()
+	h.dropUnused(unused)
+}
+
+// release frees the name, and returns the candidates of which nobody makes
+// anything any more. Its caller holds mu.
+func (h *Handover) release(c *claim) (unused []*inherited) {
+	delete(h.claims, c.name)
+	if h.phase == phaseStarting {
+		h.inherited = append(h.inherited, c.candidates...)
+		return nil
+	}
+	return c.candidates
+}
+
+// settle ends a claim with the item that came of it. With an error there is no
+// use for it any more: its path is gone, and the caller closes it.
+func (h *Handover) settle(c *claim, it *item) error {
+	h.mu.Lock()
+	unused := h.release(c)
+	err := h.place(c, it)
+	h.mu.Unlock()
+	h.dropUnused(unused)
+	if err == nil || c.used != nil || !it.unlinks() || it.Address[0] == '@' {
+		return err
+	}
+	if at, ok := inodeOf(it.Address); ok {
+		err = errors.Join(err, unlink(it.Address, at))
+	}
+	return err
+}
+
+// place records a claim's item, unless this process does not serve any more. Its
+// caller holds mu.
+func (h *Handover) place(c *claim, it *item) error {
+	switch h.phase {
+	case phaseClosed:
+		return ErrClosed
+	case phaseSuperseded:
+		return h.cause
+	}
+	h.take(c.used, it)
+	if h.phase == phaseActive && it.listener != nil {
+		it.listener.resume()
+	}
+	return nil
+}
+
+// closedOr is ErrClosed when Close interrupted what failed.
+func (h *Handover) closedOr(err error) error {
+	if h.ctx.Err() != nil {
+		return ErrClosed
+	}
+	return err
+}
+
+// candidates are what was inherited under the name, the predecessor's first: its
+// socket is the one that is served now. The caller holds mu.
+func (h *Handover) candidates(role roleName, name string) (all []*inherited) {
 	for _, i := range h.inherited {
 		if i.Name == name && i.Role == role {
-			candidates = append(candidates, i)
+			all = append(all, i)
 		}
 	}
-	// The predecessor's first: its socket is the one that is served now.
-	slices.SortStableFunc(candidates, func(a, b *inherited) int { return cmp.Compare(a.source, b.source) })
-	for _, i := range candidates {
-		if role != roleListener && role != rolePacket {
-			return i
-		}
+	slices.SortStableFunc(all, func(a, b *inherited) int { return cmp.Compare(a.source, b.source) })
+	return all
+}
+
+// first is the first candidate, nil when there is none. Its caller holds mu.
+func (h *Handover) first(role roleName, name string) *inherited {
+	if all := h.candidates(role, name); len(all) > 0 {
+		return all[0]
+	}
+	return nil
+}
+
+// find looks for the candidate that fits.
+func (h *Handover) find(c *claim, network, address string) *inherited {
+	for _, i := range c.candidates {
 		if i.source == fromActivation && sameNetwork(i.Network, network) {
-			if address != "" && !sameAddress(network, address, i.Address) {
-				h.log.Warn("socket activation has another address than the program asks for; it is used", "name", name, "address", i.Address, "asked", address)
+			if address != "" && !sameAddress(h.ctx, network, address, i.Address) {
+				h.log.Warn("socket activation has another address than the program asks for; it is used", "name", c.name, "address", i.Address, "asked", address)
 			}
 			return i
 		}
 		if i.source == fromPredecessor && (address == "" && sameNetwork(i.Network, network) ||
-			i.Network == network && (i.Asked == address || sameAddress(network, address, i.Address))) {
+			i.Network == network && (i.Asked == address || sameAddress(h.ctx, network, address, i.Address))) {
 			return i
 		}
 	}
-	for _, i := range candidates {
-		h.log.Info("the address is another than the predecessor's", "name", name, "predecessor", i.Network+" "+i.Address, "address", network+" "+address)
+	for _, i := range c.candidates {
+		h.log.Info("the address is another than the predecessor's", "name", c.name, "predecessor", i.Network+" "+i.Address, "address", network+" "+address)
 	}
 	return nil
 }
@@ -293,29 +399,41 @@ func sameNetwork(a, b string) bool {
 	return strings.TrimRight(a, "46") == strings.TrimRight(b, "46")
 }
 
-// sameAddress says whether the address that the program asks for is the local
-// one. A port 0 asks for any.
-func sameAddress(network, asked, local string) bool {
+// sameAddress says whether the address that the program asks for, or one of those
+// that its host name has, is the local one. A port 0 asks for any.
+func sameAddress(ctx context.Context, network, asked, local string) bool {
 	if strings.HasPrefix(network, "unix") {
 		return asked == local
 	}
-	// Both networks have the same syntax; resolving a name may take its time,
-	// as it does in Listen.
-	want, err := net.ResolveTCPAddr("tcp"+strings.TrimLeft(network, "tcpud"), asked)
+	host, service, err := net.SplitHostPort(asked)
 	if err != nil {
 		return false
 	}
+	port, err := net.DefaultResolver.LookupPort(ctx, network, service)
+	if err != nil {
+		return false
+	}
+	// Both networks have the same syntax.
 	have, err := net.ResolveTCPAddr("tcp", local)
-	if err != nil {
+	if err != nil || port != 0 && port != have.Port {
 		return false
 	}
-	if want.Port != 0 && want.Port != have.Port {
-		return false
-	}
-	if len(want.IP) == 0 || want.IP.IsUnspecified() {
+	if host == "" {
 		return have.IP.IsUnspecified()
 	}
-	return want.IP.Equal(have.IP) && want.Zone == have.Zone
+	all, err := net.DefaultResolver.LookupIPAddr(ctx, host)
+	if err != nil {
+		return false
+	}
+	return slices.ContainsFunc(all, func(want net.IPAddr) bool {
+		switch is4 := want.IP.To4() != nil; {
+		case strings.HasSuffix(network, "4") && !is4, strings.HasSuffix(network, "6") && is4:
+			return false
+		case want.IP.IsUnspecified():
+			return have.IP.IsUnspecified()
+		}
+		return want.IP.Equal(have.IP) && want.Zone == have.Zone
+	})
 }
 
 // describe finds out what a descriptor is.

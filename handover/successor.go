@@ -64,9 +64,9 @@ func (h *Handover) execConn() (*peer, error) {
 
 // openSocket takes over from the process that listens at the socket, or listens
 // there when nobody does.
-func (h *Handover) openSocket() error {
+func (h *Handover) openSocket(ctx context.Context) error {
 	for {
-		conn, err := h.dialOrBind()
+		conn, err := h.dialOrBind(ctx)
 		if err != nil {
 			return fmt.Errorf("open %s: %w", h.opt.Socket, err)
 		}
@@ -78,7 +78,7 @@ func (h *Handover) openSocket() error {
 			conn.close()
 			return fmt.Errorf("take over at %s: %w", h.opt.Socket, err)
 		}
-		if err := h.meet(conn); err != nil {
+		if err := h.meet(ctx, conn); err != nil {
 			return fmt.Errorf("take over at %s: %w", h.opt.Socket, err)
 		}
 		if h.from != nil || h.control != nil {
@@ -90,7 +90,7 @@ func (h *Handover) openSocket() error {
 
 // dialOrBind returns a connection with the process that listens at the socket,
 // or nil when this process listens there now.
-func (h *Handover) dialOrBind() (p *peer, err error) {
+func (h *Handover) dialOrBind(ctx context.Context) (p *peer, err error) {
 	path := h.opt.Socket
 	dial := func() (*peer, error) {
 		c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: path, Net: "unixpacket"})
@@ -130,12 +130,17 @@ func (h *Handover) dialOrBind() (p *peer, err error) {
 			if !errors.Is(err, unix.EADDRINUSE) {
 				break
 			}
-			time.Sleep(10 * time.Millisecond)
+			select {
+			case <-time.After(10 * time.Millisecond):
+			case <-ctx.Done():
+				return nil, ctx.Err()
+			}
 			err = open()
 		}
 		return p, err
 	}
-	return p, underLock(path, open)
+	err = underLock(path, open)
+	return p, err
 }
 
 // bindControl listens at the socket; the folder is locked.
@@ -152,6 +157,7 @@ func (h *Handover) bindControl() error {
 	}
 	h.setControl(l)
 	h.own(h.opt.Socket)
+	h.mine[h.opt.Socket] = true
 	return nil
 }
 
@@ -162,8 +168,8 @@ func (h *Handover) setControl(l acceptor) {
 
 // meet gets everything but the state from the predecessor. When it returns
 // without an error and from is nil, the predecessor died.
-func (h *Handover) meet(p *peer) (err error) {
-	defer p.limit(h.ctx, h.opt.UpgradeTimeout)()
+func (h *Handover) meet(ctx context.Context, p *peer) (err error) {
+	defer p.limit(ctx, h.opt.UpgradeTimeout)()
 	p.watch()
 	complete := false
 	started := !h.main // by exec
@@ -186,9 +192,12 @@ func (h *Handover) meet(p *peer) (err error) {
 			h.main = true
 			if started && h.control == nil && h.opt.Socket != "" {
 				// Whoever is first at the socket now.
-				err = h.openSocket()
+				err = h.openSocket(ctx)
 			}
 		default:
+			if ctx.Err() != nil && errors.Is(err, os.ErrDeadlineExceeded) {
+				err = ctx.Err()
+			}
 			if !errors.As(err, new(*RefusedError)) && !errors.Is(err, errPeerGone) {
 				p.refuse(err)
 			}
@@ -230,7 +239,7 @@ func (h *Handover) meet(p *peer) (err error) {
 			return err
 		}
 	}
-	if err := h.takeOwn(); err != nil {
+	if err := h.takeOwn(ctx); err != nil {
 		return err
 	}
 	complete = true
@@ -266,17 +275,20 @@ func (h *Handover) accept(f frame) (last bool, err error) {
 		if err := i.check(); err != nil {
 			return false, err
 		}
-		h.inherited = append(h.inherited, i)
 		if e.Role != roleControl && e.Role != roleLifeline {
+			if slices.Contains(h.handed, e.Name) {
+				return false, fmt.Errorf("%w: the manifest has two of the name %q; a name is of one descriptor", ErrProtocol, e.Name)
+			}
 			h.handed = append(h.handed, e.Name)
 		}
+		h.inherited = append(h.inherited, i)
 		fds = fds[1:]
 	}
 	return m.Last, nil
 }
 
 // takeOwn takes what is the handover's own.
-func (h *Handover) takeOwn() error {
+func (h *Handover) takeOwn(ctx context.Context) error {
 	for _, i := range slices.Clone(h.inherited) {
 		switch i.Role {
 		case roleLifeline:
@@ -285,7 +297,9 @@ func (h *Handover) takeOwn() error {
 		case roleControl:
 			if h.opt.Socket == "" || i.Address != h.opt.Socket {
 				h.log.Info("the control socket is another than the predecessor's", "predecessor", i.Address, "socket", h.opt.Socket)
-				continue
+				h.leave(i)
+				closeAll([]int{i.fd})
+				break
 			}
 			l, err := i.listener()
 			if err != nil {
@@ -300,7 +314,7 @@ func (h *Handover) takeOwn() error {
 	}
 	if h.control == nil && h.opt.Socket != "" {
 		// The predecessor had another, or none.
-		p, err := h.dialOrBind()
+		p, err := h.dialOrBind(ctx)
 		if p != nil {
 			p.close()
 			err = errors.New("another server listens there")
@@ -310,6 +324,52 @@ func (h *Handover) takeOwn() error {
 		}
 	}
 	return nil
+}
+
+// leftPath is where the predecessor listens and this process will not.
+type leftPath struct {
+	path, network string
+	at            inode
+}
+
+// leave notes the path of a Unix socket that has no use here, unless somebody
+// else removes it.
+func (h *Handover) leave(i *inherited) {
+	if i.source != fromPredecessor || i.Role == rolePacket || !i.unlinks() || i.Address == "" || i.Address[0] == '@' {
+		return
+	}
+	if at, ok := inodeOf(i.Address); ok {
+		h.left = append(h.left, leftPath{i.Address, i.Network, at})
+	}
+}
+
+// removeLeft unlinks what the predecessor left, who serves no more and will not
+// take back. What somebody else listens at by now stays.
+func (h *Handover) removeLeft() {
+	for _, l := range h.left {
+		err := underLock(l.path, func() error {
+			if at, ok := inodeOf(l.path); !ok || at != l.at {
+				return nil
+			}
+			return removeStale(l.path, l.network)
+		})
+		if err != nil {
+			h.log.Warn("the predecessor's socket stays", "path", l.path, "error", err)
+		}
+	}
+}
+
+// awaitEnd waits until the predecessor, who has sent FINAL, closes the connection:
+// its listeners are closed then.
+func (h *Handover) awaitEnd(p *peer) {
+	defer p.limit(h.ctx, h.opt.CommitTimeout)()
+	for {
+		f, err := p.receive()
+		closeAll(f.fds)
+		if err != nil && !errors.Is(err, ErrProtocol) {
+			return
+		}
+	}
 }
 
 // dropInherited closes what came from the predecessor.
@@ -342,30 +402,41 @@ func (h *Handover) State() io.Reader {
 // What was inherited and not asked for is closed, its names are logged.
 //
 // On an error this process must not serve, and should exit: the predecessor
-// serves as before. ErrRolledBack and *RefusedError tell why. When the
-// predecessor died, Ready goes on without it.
+// serves as before. ErrRolledBack and *RefusedError tell why, ctx's error when it
+// was done, or ErrClosed when Close came before the end. When the predecessor
+// died, Ready goes on without it.
 func (h *Handover) Ready(ctx context.Context) error {
-	if err := h.ready(ctx); err != nil {
-		return fmt.Errorf("take over: %w", err)
+	both, cancel := h.untilClosed(ctx, "the successor stops")
+	defer cancel()
+	err := h.ready(both)
+	if err == nil {
+		return nil
 	}
-	return nil
+	if h.ctx.Err() != nil && !errors.Is(err, ErrClosed) {
+		err = fmt.Errorf("%w: %w", ErrClosed, err)
+	}
+	if stop := ctx.Err(); stop != nil && !errors.Is(err, stop) {
+		err = fmt.Errorf("%w: %w", stop, err)
+	}
+	return fmt.Errorf("take over: %w", err)
 }
 
 func (h *Handover) ready(ctx context.Context) error {
 	h.mu.Lock()
-	if h.phase != phaseStarting {
+	if h.phase == phaseClosed || h.readying {
 		defer h.mu.Unlock()
 		if h.phase == phaseClosed {
 			return ErrClosed
 		}
 		return errors.New("Ready was called before")
 	}
+	h.readying = true
 	p := h.from
 	h.mu.Unlock()
 
 	// The state comes first in the connection.
 	if h.state != nil {
-		if _, err := io.Copy(io.Discard, h.state); p.dead(err) {
+		if err := h.state.discard(ctx); p.dead(err) {
 			p.close()
 			p = nil // State has told the application
 		} else if err != nil && !errors.Is(err, errStateFailed) {
@@ -397,8 +468,11 @@ func (h *Handover) ready(ctx context.Context) error {
 			return err
 		}
 	}
-	h.start()
+	if err := h.start(nil); err != nil {
+		return err
+	}
 	h.speak()
+	h.removeLeft()
 	return nil
 }
 
@@ -419,7 +493,9 @@ func (h *Handover) commit(ctx context.Context, p *peer) error {
 	if err := p.send(frameReady, nil); err != nil && !errors.Is(err, errPeerGone) {
 		return h.giveUp(p, err)
 	}
-	if _, err := p.want(frameCommit); err != nil {
+	if _, err := p.want(frameCommit); errors.Is(err, os.ErrDeadlineExceeded) {
+		return h.giveUp(p, err)
+	} else if err != nil {
 		return err
 	}
 	// Nobody accepts now.
@@ -454,12 +530,7 @@ func (h *Handover) commit(ctx context.Context, p *peer) error {
 	}
 	done()
 	done = func() {}
-	h.mu.Lock()
-	h.probation = true
-	h.mu.Unlock()
-	h.start()
-	h.wg.Go(func() { h.standProbation(p) })
-	return nil
+	return h.start(p)
 }
 
 // awaitConfirmation waits for the PING that answers COMMITTED: until then the
@@ -484,11 +555,19 @@ func (h *Handover) awaitConfirmation(ctx context.Context, p *peer) error {
 	}
 }
 
-// start makes this process the one that serves.
-func (h *Handover) start() {
+// start makes this process the one that serves, unless it was closed. With p it
+// is in its probation.
+func (h *Handover) start(p *peer) error {
 	h.mu.Lock()
+	if h.phase == phaseClosed {
+		h.mu.Unlock()
+		return ErrClosed
+	}
 	unused := h.inherited
 	h.inherited = nil
+	for _, i := range unused {
+		h.leave(i)
+	}
 	if h.control != nil {
 		h.own(h.opt.Socket)
 	}
@@ -497,17 +576,25 @@ func (h *Handover) start() {
 			h.own(it.Address)
 		}
 	}
-	h.mu.Unlock()
-	for _, i := range unused {
-		closeAll([]int{i.fd})
-		h.log.Warn("closed a descriptor that was inherited and not asked for", "descriptor", i.String())
+	if p != nil {
+		h.probation = true
+		h.wg.Add(1)
 	}
-	h.serve()
+	h.openListeners()
+	h.mu.Unlock()
+	h.dropUnused(unused)
 	attrs := []any{"pid", os.Getpid()}
 	if h.predecessor != nil {
 		attrs = append(attrs, "predecessor", h.predecessor.PID, "predecessor_build", h.predecessor.Build)
 	}
 	h.log.Info("serving", attrs...)
+	if p != nil {
+		go func() {
+			defer h.wg.Done()
+			h.standProbation(p)
+		}()
+	}
+	return nil
 }
 
 // standProbation answers the predecessor until it lets go. A predecessor that
@@ -522,17 +609,23 @@ func (h *Handover) standProbation(p *peer) {
 		case err == nil && f.kind == framePing:
 			if err := h.opt.step("ping", p); err != nil {
 				p.refuse(err)
-				h.leave(err)
+				h.withdraw(err)
 				return
 			}
 			_ = p.send(framePong, nil) // the next receive tells
 		case err == nil && f.kind == frameFinal:
-			h.endProbation()
+			// Of an older build it has no payload.
+			last, _ := decode[final](f)
+			h.endProbation(last.Reload)
 			h.log.Info("the predecessor has let go")
+			if len(h.left) > 0 {
+				h.awaitEnd(p)
+				h.removeLeft()
+			}
 			return
 		case err == nil && f.kind == frameRollback:
 			r, _ := decode[refusal](f)
-			h.leave(r.err())
+			h.withdraw(r.err())
 			return
 		case err == nil, errors.Is(err, ErrProtocol):
 			h.log.Warn("the predecessor speaks strangely in the probation; ignored", "frame", f.kind.String(), "error", err)
@@ -540,14 +633,17 @@ func (h *Handover) standProbation(p *peer) {
 			return // Close
 		default:
 			h.log.Warn("the predecessor died in the probation; this process stays", "error", err)
-			h.endProbation()
+			h.endProbation(false)
+			if p.dead(err) {
+				h.removeLeft()
+			}
 			return
 		}
 	}
 }
 
-// leave ends a probation that was not stood.
-func (h *Handover) leave(reason error) {
+// withdraw ends a probation that was not stood.
+func (h *Handover) withdraw(reason error) {
 	h.log.Error("the predecessor took back; leaving", "reason", reason)
 	h.mu.Lock()
 	h.probation = false
@@ -556,21 +652,30 @@ func (h *Handover) leave(reason error) {
 	h.returnLease() // the predecessor waits for the end of the connection
 }
 
-// endProbation makes this process the only one.
-func (h *Handover) endProbation() {
+// endProbation makes this process the only one. reload: the service manager
+// waits for the answer to a reload.
+func (h *Handover) endProbation(reload bool) {
 	h.mu.Lock()
+	if h.phase == phaseClosed {
+		h.mu.Unlock()
+		return
+	}
 	h.probation = false
 	h.main = true
 	h.mu.Unlock()
+	if reload {
+		h.words.Lock()
+		h.reload = true
+		h.words.Unlock()
+	}
 	h.speak()
 }
 
 // speak tells the service manager that this process is the main one.
 func (h *Handover) speak() {
-	err := h.manager.Send("READY=1", "MAINPID="+strconv.Itoa(os.Getpid()), "STATUS="+h.statusLine())
-	if err != nil {
-		h.log.Warn("the service manager was not told", "error", err)
-	}
+	h.tellManager(func() error {
+		return h.sayReady("READY=1", "MAINPID="+strconv.Itoa(os.Getpid()), "STATUS="+h.statusLine())
+	})
 	h.storeAll()
 }
 
@@ -595,6 +700,12 @@ func (h *Handover) writePID() error {
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	if h.phase == phaseClosed {
+		if h.from == nil {
+			return errors.Join(ErrClosed, f.Remove())
+		}
+		return errors.Join(ErrClosed, f.Close()) // the predecessor writes its own again
+	}
 	h.pid = f
 	return nil
 }
@@ -613,7 +724,7 @@ type stateReader struct {
 
 func (s *stateReader) Read(b []byte) (int, error) {
 	for len(s.rest) == 0 && s.err == nil {
-		s.err = s.next()
+		s.err = s.next(s.ctx)
 	}
 	if len(s.rest) > 0 {
 		n := copy(b, s.rest)
@@ -623,9 +734,21 @@ func (s *stateReader) Read(b []byte) (int, error) {
 	return 0, s.err
 }
 
+// discard reads the rest for nothing.
+func (s *stateReader) discard(ctx context.Context) error {
+	for s.err == nil {
+		s.err = s.next(ctx)
+	}
+	s.rest = nil
+	if errors.Is(s.err, io.EOF) {
+		return nil
+	}
+	return s.err
+}
+
 // next gets a frame.
-func (s *stateReader) next() error {
-	defer s.p.limit(s.ctx, s.timeout)()
+func (s *stateReader) next(ctx context.Context) error {
+	defer s.p.limit(ctx, s.timeout)()
 	f, err := s.p.receive()
 	if err != nil {
 		return fmt.Errorf("read state: %w", err)

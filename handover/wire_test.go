@@ -47,9 +47,10 @@ func golden(t testing.TB) map[string]frame {
 		"state-end": {kind: frameStateEnd, payload: payload(stateEnd{Length: 12, CRC32C: 0xdeadbeef})},
 		"ready":     {kind: frameReady}, "commit": {kind: frameCommit}, "committed": {kind: frameCommitted},
 		"ping": {kind: framePing}, "pong": {kind: framePong}, "final": {kind: frameFinal},
-		"rollback": {kind: frameRollback, payload: payload(refusal{"failed", "the successor does not answer"})},
-		"request":  {kind: frameRequest, payload: payload(request{Do: "upgrade"})},
-		"result":   {kind: frameResult, payload: payload(result{Error: "no", Code: "failed", Now: &Status{Peer: Peer{Name: "app", Generation: 7, PID: 4711, Build: "one"}, Phase: "active", Handed: []string{"web"}}})},
+		"final-reload": {kind: frameFinal, payload: payload(final{Reload: true})},
+		"rollback":     {kind: frameRollback, payload: payload(refusal{"failed", "the successor does not answer"})},
+		"request":      {kind: frameRequest, payload: payload(request{Do: "upgrade"})},
+		"result":       {kind: frameResult, payload: payload(result{Error: "no", Code: "failed", Now: &Status{Peer: Peer{Name: "app", Generation: 7, PID: 4711, Build: "one"}, Phase: "active", Handed: []string{"web"}}})},
 	}
 }
 
