@@ -12,8 +12,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-
-	"instar/internal/testutil"
 )
 
 // copyTo puts a copy of the test binary at path; extra makes it another build.
@@ -160,8 +158,7 @@ func TestExecutableReplaced(t *testing.T) {
 	newer("complete at last")
 }
 
-// A child that the server starts holds none of its descriptors, and a descriptor
-// that came with the process is left alone and noted (F2).
+// A child that the server starts holds none of its descriptors (F2).
 func TestChildrenInheritNothing(t *testing.T) {
 	s := newService(t, appConfig{Child: true})
 	check := func(server appEvent) {
@@ -194,31 +191,5 @@ func TestChildrenInheritNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		check(s.await(0, "a generation", func(e appEvent) bool { return e.What == "ready" && e.Generation == n }))
-	}
-}
-
-// A signal to the whole process group makes one new generation (E10).
-func TestSignalToGroup(t *testing.T) {
-	s := newService(t, appConfig{})
-	first := s.up()
-	if _, err := s.upgrade(); err != nil { // two processes in the group, for a moment
-		t.Fatal(err)
-	}
-	second := s.await(0, "the second", func(e appEvent) bool { return e.What == "ready" && e.Generation == 2 })
-	testutil.WaitFor(t, patience, func() bool { st, err := s.status(); return err == nil && !st.Probation }, "the end of the probation")
-	for _, pid := range []int{first.PID, second.PID} {
-		_ = syscall.Kill(pid, syscall.SIGHUP) // the first one may be gone
-	}
-	third := s.await(0, "the third", func(e appEvent) bool { return e.What == "ready" && e.Generation == 3 })
-	testutil.WaitFor(t, patience, func() bool {
-		st, err := s.status()
-		return err == nil && st.PID == third.PID && !st.Probation && !st.Upgrading
-	}, "the end of the upgrade")
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, e := range s.events {
-		if e.What == "new" && e.Generation > 3 {
-			t.Errorf("generation %d was started, too", e.Generation)
-		}
 	}
 }
