@@ -8,7 +8,7 @@
 // A server makes its Handover first, asks it for every listener, and says when
 // it is ready:
 //
-//	h, err := handover.New(handover.Options{Socket: "/run/app.sock"})
+//	h, err := handover.NewContext(ctx, handover.Options{Socket: "/run/app.sock"})
 //	web, err := h.Listen("web", "tcp", ":443")
 //	admin, err := h.Listen("admin", "tcp", "localhost:9100")
 //	go server.Serve(web) // accepts from Ready on
@@ -16,6 +16,9 @@
 //	<-h.Superseded()     // another process serves now
 //	server.Shutdown(ctx) // finish what is in flight
 //	h.Close()
+//
+// Serve may return before Superseded is seen, with ErrSuperseded, because its
+// listener ends at the same moment; the example of the package has this in full.
 //
 // There are two ways in which a successor starts, with the same protocol and the
 // same result:
@@ -48,7 +51,11 @@
 // predecessor; all descriptors are close-on-exec, and are compared with a
 // manifest before they are used. Sockets stay non-blocking in both processes.
 // Descriptors that were inherited and are not asked for by Ready are closed, and
-// named in the log.
+// named in the log. The path of a Unix socket that was not asked for is removed
+// when the predecessor has let go.
+//
+// What comes from elsewhere, without close-on-exec, such as a file that a shell
+// left open, is named in the log and left alone.
 //
 // # UDP
 //
