@@ -29,6 +29,15 @@ enum instar_steering {
 	INSTAR_STEERING_UNSPEC,
 	INSTAR_STEERING_QUIC,
 	INSTAR_STEERING_STATELESS,
+	INSTAR_STEERING_FLOW,
+};
+
+/* When a flow is remembered. */
+enum instar_learning {
+	/* With its first packet. */
+	INSTAR_LEARNING_RECEIVED,
+	/* When the server says so: forged senders take no room. */
+	INSTAR_LEARNING_ASSURED,
 };
 
 /* The one named outcome of a packet. */
@@ -119,7 +128,11 @@ struct instar_control {
 	__u32 flow_entries;
 	__u32 prefix;
 	__u32 next_number;
-	__u32 pad;
+	/* Seconds after which a silent flow is forgotten, and enum instar_learning:
+	 * of flow steering. */
+	__u16 flow_timeout;
+	__u8 flow_learning;
+	__u8 pad;
 	__u64 active;
 	/* Counts changes; for those who wait for one. */
 	__u64 changes;
@@ -150,16 +163,35 @@ struct instar_flow {
 	__u16 pad;
 };
 
+/* Key of the flows map of flow steering: who sends. */
+struct instar_peer {
+	/* IPv6, or IPv4 mapped (RFC 4291 section 2.5.5.2). */
+	__u8 address[16];
+	/* In network order. */
+	__u16 port;
+	__u16 pad;
+};
+
+/* Value of it. */
+struct instar_tracked {
+	/* Bits 0..31 number of the generation, 32..47 handle; one store changes both. */
+	__u64 owner;
+	/* CLOCK_MONOTONIC nanoseconds of a packet, refreshed once a second. */
+	__u64 seen;
+};
+
 struct instar_traffic {
 	__u64 packets;
-	/* CLOCK_MONOTONIC nanoseconds, refreshed once a tick. */
+	/* CLOCK_MONOTONIC nanoseconds of the last packet's tick. */
 	__u64 last;
-	__u64 tick;
 };
 
 /* One for each CPU. */
 struct instar_counters {
 	__u64 verdicts[INSTAR_VERDICTS];
+	/* CLOCK_MONOTONIC nanoseconds, refreshed once a tick: jiffies and the time. */
+	__u64 tick;
+	__u64 now;
 	struct instar_traffic slots[INSTAR_SLOTS];
 };
 

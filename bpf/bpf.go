@@ -24,8 +24,11 @@ type (
 	Info = quicInstarInfo
 	// Secrets are the group's keys.
 	Secrets = quicInstarSecrets
-	// Flow is the value of the flow table.
+	// Flow is the value of the flow table with QUIC.
 	Flow = quicInstarFlow
+	// Peer and Tracked are key and value of the flow table of SteeringFlow.
+	Peer    = flowInstarPeer
+	Tracked = flowInstarTracked
 	// Counters are one CPU's counters.
 	Counters = quicInstarCounters
 	// Verdict is the outcome of a packet.
@@ -48,6 +51,10 @@ const (
 
 	SteeringQUIC      = uint32(quicInstarSteeringINSTAR_STEERING_QUIC)
 	SteeringStateless = uint32(quicInstarSteeringINSTAR_STEERING_STATELESS)
+	SteeringFlow      = uint32(quicInstarSteeringINSTAR_STEERING_FLOW)
+
+	LearningReceived = uint8(flowInstarLearningINSTAR_LEARNING_RECEIVED)
+	LearningAssured  = uint8(flowInstarLearningINSTAR_LEARNING_ASSURED)
 
 	VerdictOwner    = quicInstarVerdictINSTAR_VERDICT_OWNER
 	VerdictKnown    = quicInstarVerdictINSTAR_VERDICT_KNOWN
@@ -83,7 +90,7 @@ const (
 
 // Config sizes the maps and programs of one group.
 type Config struct {
-	// Steering is SteeringQUIC or SteeringStateless.
+	// Steering is one of the constants.
 	Steering uint32
 	// MaxGenerations and MaxWorkers give the socket map its size.
 	MaxGenerations, MaxWorkers int
@@ -92,6 +99,10 @@ type Config struct {
 	FlowEntries int
 	// Prefix is the length of connection-ID prefixes, PrefixMin to PrefixMax.
 	Prefix int
+	// FlowTimeout is when SteeringFlow forgets a silent flow, in seconds, 1 or more,
+	// and FlowLearning when it remembers one.
+	FlowTimeout  uint16
+	FlowLearning uint8
 }
 
 // ErrConfig means that a group cannot have these sizes.
@@ -112,15 +123,14 @@ func Spec(c Config) (*ebpf.CollectionSpec, string, error) {
 		load, program = loadQuic, quicProgQuic
 	case SteeringStateless:
 		load, program = loadStateless, statelessProgStateless
+	case SteeringFlow:
+		load, program = loadFlow, flowProgFlow
 	default:
 		return nil, "", fmt.Errorf("%w %d", ErrSteering, c.Steering)
 	}
 	spec, err := load()
 	if err != nil {
 		return nil, "", fmt.Errorf("read data plane: %w", err)
-	}
-	if c.Steering == SteeringStateless {
-		delete(spec.Maps, MapFlows) // it remembers none
 	}
 	if err := configure(spec, c); err != nil {
 		return nil, "", err
@@ -137,6 +147,8 @@ func Build(steering uint32) string {
 		object = _QuicBytes
 	case SteeringStateless:
 		object = _StatelessBytes
+	case SteeringFlow:
+		object = _FlowBytes
 	default:
 		return ""
 	}
@@ -160,12 +172,24 @@ func configure(spec *ebpf.CollectionSpec, c Config) error {
 	if spec.Maps[MapFlows] != nil && c.FlowEntries < 1 {
 		return fmt.Errorf("%w: FlowEntries is %d, want 1 or more", ErrConfig, c.FlowEntries)
 	}
-	if err := spec.Variables[quicVarMaxWorkers].Set(uint32(c.MaxWorkers)); err != nil {
-		return fmt.Errorf("set constant %s: %w", quicVarMaxWorkers, err)
+	if c.Steering == SteeringFlow {
+		if c.FlowTimeout < 1 {
+			return fmt.Errorf("%w: FlowTimeout is 0 s, want 1 or more", ErrConfig)
+		}
+		if c.FlowLearning > LearningAssured {
+			return fmt.Errorf("%w: FlowLearning is %d", ErrConfig, c.FlowLearning)
+		}
 	}
-	if v := spec.Variables[quicVarPrefix]; v != nil {
-		if err := v.Set(uint32(c.Prefix)); err != nil {
-			return fmt.Errorf("set constant %s: %w", quicVarPrefix, err)
+	for name, value := range map[string]any{
+		quicVarMaxWorkers:    uint32(c.MaxWorkers),
+		quicVarPrefix:        uint32(c.Prefix),
+		flowVarFlowTimeoutNs: uint64(c.FlowTimeout) * 1e9,
+		flowVarFlowLearning:  uint32(c.FlowLearning),
+	} {
+		if v := spec.Variables[name]; v != nil {
+			if err := v.Set(value); err != nil {
+				return fmt.Errorf("set constant %s: %w", name, err)
+			}
 		}
 	}
 	spec.Maps[MapSockets].MaxEntries = uint32(c.MaxGenerations * c.MaxWorkers)

@@ -33,7 +33,6 @@ type classifyInstarExtent struct {
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
-	classifyMapFlows      = "flows"
 	classifyMapSockets    = "sockets"
 	classifyMapVerdicts   = "verdicts"
 	classifyProgClassify  = "classify"
@@ -99,7 +98,6 @@ type classifyProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type classifyMapSpecs struct {
-	Flows    *ebpf.MapSpec `ebpf:"flows"`
 	Sockets  *ebpf.MapSpec `ebpf:"sockets"`
 	Verdicts *ebpf.MapSpec `ebpf:"verdicts"`
 }
@@ -137,14 +135,12 @@ func (o *classifyObjects) Close() error {
 //
 // It can be passed to loadClassifyObjects or ebpf.CollectionSpec.LoadAndAssign.
 type classifyMaps struct {
-	Flows    *ebpf.Map `ebpf:"flows"`
 	Sockets  *ebpf.Map `ebpf:"sockets"`
 	Verdicts *ebpf.Map `ebpf:"verdicts"`
 }
 
 func (m *classifyMaps) Close() error {
 	return _ClassifyClose(
-		m.Flows,
 		m.Sockets,
 		m.Verdicts,
 	)

@@ -275,11 +275,10 @@ func (g *group) reset(t testing.TB, host netip.Addr) {
 	g.closeAll()
 	*g.control = Control{}
 	if flows := g.coll.Maps[MapFlows]; flows != nil {
-		var keys []uint64
-		var key uint64
-		var f Flow
-		for i := flows.Iterate(); i.Next(&key, &f); {
-			keys = append(keys, key)
+		var keys [][]byte
+		var key, value []byte
+		for i := flows.Iterate(); i.Next(&key, &value); {
+			keys = append(keys, slices.Clone(key))
 		}
 		for _, key := range keys {
 			if err := flows.Delete(key); err != nil {

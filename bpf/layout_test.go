@@ -25,6 +25,13 @@ var dataPlanes = map[string]struct {
 }{
 	"quic":      {loadQuic, SteeringQUIC, quicProgQuic},
 	"stateless": {loadStateless, SteeringStateless, statelessProgStateless},
+	"flow":      {loadFlow, SteeringFlow, flowProgFlow},
+}
+
+// flowTables are keys and values of the flow maps.
+var flowTables = map[uint32]map[string]reflect.Type{
+	SteeringQUIC: {"key": reflect.TypeFor[uint64](), "value": reflect.TypeFor[Flow]()},
+	SteeringFlow: {"key": reflect.TypeFor[Peer](), "value": reflect.TypeFor[Tracked]()},
 }
 
 // sameLayout reports where a Go type and a C type differ in size, offset or
@@ -98,7 +105,6 @@ func TestLayout(t *testing.T) {
 		}{
 			"control":  {reflect.TypeFor[Control](), variable(quicVarControl)},
 			"secrets":  {reflect.TypeFor[Secrets](), variable(quicVarSecrets)},
-			"flows":    {reflect.TypeFor[Flow](), spec.Maps[MapFlows].Value},
 			"verdicts": {reflect.TypeFor[Counters](), spec.Maps[MapVerdicts].Value},
 			"slot":     {reflect.TypeFor[Slot](), anyType(t, spec, "instar_slot")},
 			"order":    {reflect.TypeFor[Order](), anyType(t, spec, "instar_order")},
@@ -108,10 +114,21 @@ func TestLayout(t *testing.T) {
 				t.Errorf("%s: %v", name, err)
 			}
 		}
+		for path, m := range flowTables[o.steering] {
+			typ := spec.Maps[MapFlows].Value
+			if path == "key" {
+				typ = spec.Maps[MapFlows].Key
+			}
+			if err := sameLayout("flows' "+path, m, typ); err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		if (spec.Maps[MapFlows] != nil) != (flowTables[o.steering] != nil) {
+			t.Errorf("%s: the flow map is %v", name, spec.Maps[MapFlows])
+		}
 		for m, want := range map[string]uintptr{
 			MapControl:  reflect.TypeFor[Control]().Size(),
 			MapSecrets:  reflect.TypeFor[Secrets]().Size(),
-			MapFlows:    reflect.TypeFor[Flow]().Size(),
 			MapVerdicts: reflect.TypeFor[Counters]().Size(),
 			MapSockets:  8, // a lookup gives the cookie
 		} {
@@ -169,6 +186,8 @@ func TestLayoutPinned(t *testing.T) {
 		"info":     offsets(reflect.TypeFor[Info]()),
 		"secrets":  offsets(reflect.TypeFor[Secrets]()),
 		"flow":     offsets(reflect.TypeFor[Flow]()),
+		"peer":     offsets(reflect.TypeFor[Peer]()),
+		"tracked":  offsets(reflect.TypeFor[Tracked]()),
 		"counters": offsets(reflect.TypeFor[Counters]()),
 	}
 	want := layouts[Layout]
@@ -185,21 +204,23 @@ func TestLayoutPinned(t *testing.T) {
 // layouts are the offsets and sizes of each version.
 var layouts = map[uint32]map[string]string{
 	1: {
-		"control": "Layout:0 Steering:4 MaxGenerations:8 MaxWorkers:12 FlowEntries:16 Prefix:20 NextNumber:24 Pad:28 " +
+		"control": "Layout:0 Steering:4 MaxGenerations:8 MaxWorkers:12 FlowEntries:16 Prefix:20 NextNumber:24 FlowTimeout:28 FlowLearning:30 Pad:31 " +
 			"Active:32 Changes:40 Service:48 Network:112 Address:120 Device:184 Program:200 Orders:264 Slots:1320 Info:3368 =27944",
 		"slot":     "Number:0 Workers:4 Exhausted:6 Pad:7 =8",
 		"order":    "Activated:0 Total:2 Pad:4 Slot:8 =264",
 		"info":     "Stage:0 Number:4 Pid:8 PidNamespace:12 PidStart:16 Joined:24 Activated:32 Superseded:40 Deadline:48 PacketsBefore:56 Build:64 =96",
 		"secrets":  "Master:0 Cid:32 MulHandle:48 MulGeneration:56 Affinity:64 =80",
 		"flow":     "Generation:0 Handle:4 Pad:6 =8",
-		"counters": "Verdicts:0 Slots:64 =6208",
+		"peer":     "Address:0 Port:16 Pad:18 =20",
+		"tracked":  "Owner:0 Seen:8 =16",
+		"counters": "Verdicts:0 Tick:64 Now:72 Slots:80 =4176",
 	},
 }
 
 // TestSpec sets what the group asks for.
 func TestSpec(t *testing.T) {
 	for name, o := range dataPlanes {
-		c := Config{Steering: o.steering, MaxGenerations: 6, MaxWorkers: 40, FlowEntries: 12345, Prefix: 11}
+		c := Config{Steering: o.steering, MaxGenerations: 6, MaxWorkers: 40, FlowEntries: 12345, Prefix: 11, FlowTimeout: 7, FlowLearning: LearningAssured}
 		spec, program, err := Spec(c)
 		if err != nil {
 			t.Fatal(err)
@@ -247,14 +268,14 @@ func TestSpec(t *testing.T) {
 				t.Errorf("%s: %s is a %v, want %v", name, m, got, want)
 			}
 		}
-		if again, _, err := Spec(Config{Steering: o.steering, MaxGenerations: 1, MaxWorkers: 1, FlowEntries: 1, Prefix: 8}); err != nil || spec.Maps[MapSockets].MaxEntries != 240 || again.Maps[MapSockets].MaxEntries != 1 {
+		if again, _, err := Spec(Config{Steering: o.steering, MaxGenerations: 1, MaxWorkers: 1, FlowEntries: 1, Prefix: 8, FlowTimeout: 1}); err != nil || spec.Maps[MapSockets].MaxEntries != 240 || again.Maps[MapSockets].MaxEntries != 1 {
 			t.Errorf("%s: a second Spec changed the first (%v)", name, err)
 		}
 	}
 }
 
 func TestSpecErrors(t *testing.T) {
-	for _, steering := range []uint32{0, 3, 1 << 31} {
+	for _, steering := range []uint32{0, 4, 1 << 31} {
 		spec, program, err := Spec(Config{Steering: steering, MaxGenerations: 1, MaxWorkers: 1, FlowEntries: 1, Prefix: 8})
 		if !errors.Is(err, ErrSteering) || spec != nil || program != "" {
 			t.Errorf("steering %d: %v, %q, %v; want ErrSteering", steering, spec, program, err)
@@ -277,6 +298,8 @@ func TestSpecSizes(t *testing.T) {
 		"FlowEntries is -1":     func(c *Config) { c.FlowEntries = -1 },
 		"Prefix is 7":           func(c *Config) { c.Prefix = 7 },
 		"Prefix is 15":          func(c *Config) { c.Prefix = 15 },
+		"FlowTimeout is 0":      func(c *Config) { c.Steering = SteeringFlow },
+		"FlowLearning is 2":     func(c *Config) { c.Steering, c.FlowTimeout, c.FlowLearning = SteeringFlow, 1, 2 },
 	} {
 		c := good
 		spoil(&c)
@@ -316,7 +339,7 @@ func TestVerifierCost(t *testing.T) {
 			{MaxGenerations: 256, MaxWorkers: 256, Prefix: PrefixMin},
 			{MaxGenerations: 8, MaxWorkers: 1, Prefix: PrefixMax},
 		} {
-			c.Steering, c.FlowEntries = o.steering, 1024
+			c.Steering, c.FlowEntries, c.FlowTimeout = o.steering, 1024, 60
 			spec, program, err := Spec(c)
 			if err != nil {
 				t.Fatal(err)

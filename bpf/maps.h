@@ -19,6 +19,7 @@ struct instar_enums {
 	enum instar_steering steering;
 	enum instar_verdict verdict;
 	enum instar_stage stage;
+	enum instar_learning learning;
 };
 const volatile struct instar_enums enums;
 
@@ -37,15 +38,6 @@ struct {
 	__type(value, __u64);
 	__uint(max_entries, 1);
 } sockets SEC(".maps");
-
-/* Keyed hash of a client-chosen connection ID -> who has the handshake.
- * Written by the packet path. Shared by all CPUs. */
-struct {
-	__uint(type, BPF_MAP_TYPE_LRU_HASH);
-	__type(key, __u64);
-	__type(value, struct instar_flow);
-	__uint(max_entries, 64);
-} flows SEC(".maps");
 
 /* Key 0. Written by the packet path. */
 struct {

@@ -15,6 +15,15 @@
 #include "quic.h"
 #include "select.h"
 
+/* Keyed hash of a client-chosen connection ID -> who has the handshake.
+ * Written by the packet path. Shared by all CPUs. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__type(key, __u64);
+	__type(value, struct instar_flow);
+	__uint(max_entries, 64);
+} flows SEC(".maps");
+
 /* The first bytes of the payload. The packet starts at its UDP header. */
 static __always_inline bool load_head(struct sk_reuseport_md *ctx, struct quic_head *h)
 {

@@ -34,7 +34,9 @@ type quicInstarControl struct {
 	FlowEntries    uint32
 	Prefix         uint32
 	NextNumber     uint32
-	Pad            uint32
+	FlowTimeout    uint16
+	FlowLearning   uint8
+	Pad            uint8
 	Active         uint64
 	Changes        uint64
 	Service        [64]uint8
@@ -50,11 +52,12 @@ type quicInstarControl struct {
 type quicInstarCounters struct {
 	_        structs.HostLayout
 	Verdicts [8]uint64
+	Tick     uint64
+	Now      uint64
 	Slots    [256]struct {
 		_       structs.HostLayout
 		Packets uint64
 		Last    uint64
-		Tick    uint64
 	}
 }
 
@@ -119,6 +122,7 @@ const (
 	quicInstarSteeringINSTAR_STEERING_UNSPEC    quicInstarSteering = 0
 	quicInstarSteeringINSTAR_STEERING_QUIC      quicInstarSteering = 1
 	quicInstarSteeringINSTAR_STEERING_STATELESS quicInstarSteering = 2
+	quicInstarSteeringINSTAR_STEERING_FLOW      quicInstarSteering = 3
 )
 
 type quicInstarVerdict uint32

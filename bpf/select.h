@@ -110,18 +110,26 @@ static __always_inline struct instar_counters *counters(void)
 	return bpf_map_lookup_elem(&verdicts, &zero);
 }
 
+/* The time of this tick. */
+static __always_inline __u64 coarse_now(struct instar_counters *c)
+{
+	__u64 tick = bpf_jiffies64();
+
+	if (c->tick != tick) {
+		c->tick = tick;
+		c->now = bpf_ktime_get_ns();
+	}
+	return c->now;
+}
+
 /* Counts a packet that a socket of the slot got, and ends it. */
 static __always_inline int passed(struct instar_counters *c, int verdict, __u32 slot)
 {
 	struct instar_traffic *t = &c->slots[slot & (INSTAR_SLOTS - 1)];
-	__u64 tick = bpf_jiffies64();
 
 	c->verdicts[verdict]++;
 	t->packets++;
-	if (t->tick != tick) {
-		t->tick = tick;
-		t->last = bpf_ktime_get_ns();
-	}
+	t->last = coarse_now(c);
 	return SK_PASS;
 }
 

@@ -16,7 +16,6 @@ import (
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
-	statelessMapFlows      = "flows"
 	statelessMapSockets    = "sockets"
 	statelessMapVerdicts   = "verdicts"
 	statelessProgStateless = "stateless"
@@ -76,7 +75,6 @@ type statelessProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type statelessMapSpecs struct {
-	Flows    *ebpf.MapSpec `ebpf:"flows"`
 	Sockets  *ebpf.MapSpec `ebpf:"sockets"`
 	Verdicts *ebpf.MapSpec `ebpf:"verdicts"`
 }
@@ -112,14 +110,12 @@ func (o *statelessObjects) Close() error {
 //
 // It can be passed to loadStatelessObjects or ebpf.CollectionSpec.LoadAndAssign.
 type statelessMaps struct {
-	Flows    *ebpf.Map `ebpf:"flows"`
 	Sockets  *ebpf.Map `ebpf:"sockets"`
 	Verdicts *ebpf.Map `ebpf:"verdicts"`
 }
 
 func (m *statelessMaps) Close() error {
 	return _StatelessClose(
-		m.Flows,
 		m.Sockets,
 		m.Verdicts,
 	)

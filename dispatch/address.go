@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -111,7 +112,7 @@ func (o Options) withDefaults() (Options, key, error) {
 		o.Steering = SteeringQUIC
 	}
 	if _, ok := steeringNames[o.Steering]; !ok {
-		return o, k, fmt.Errorf("%w: %v; this build has quic and stateless", ErrOptions, o.Steering)
+		return o, k, fmt.Errorf("%w: %v; this build has quic, stateless and flow", ErrOptions, o.Steering)
 	}
 	for _, n := range []struct {
 		name             string
@@ -128,6 +129,15 @@ func (o Options) withDefaults() (Options, key, error) {
 		if *n.value < n.least || *n.value > n.most {
 			return o, k, fmt.Errorf("%w: %s is %d, want %d to %d", ErrOptions, n.name, *n.value, n.least, n.most)
 		}
+	}
+	if o.FlowTimeout == 0 {
+		o.FlowTimeout = DefaultFlowTimeout
+	}
+	if o.FlowTimeout < time.Second || o.FlowTimeout > LimitFlowTimeout {
+		return o, k, fmt.Errorf("%w: FlowTimeout is %v, want %v to %v", ErrOptions, o.FlowTimeout, time.Second, LimitFlowTimeout)
+	}
+	if o.FlowLearning > LearnAssured {
+		return o, k, fmt.Errorf("%w: FlowLearning is %d; use LearnReceived or LearnAssured", ErrOptions, o.FlowLearning)
 	}
 	if o.ReceiveBuffer < 0 {
 		return o, k, fmt.Errorf("%w: ReceiveBuffer is %d bytes, want 0 or more", ErrOptions, o.ReceiveBuffer)

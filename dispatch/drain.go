@@ -18,6 +18,8 @@ const (
 	defaultGrace = 20 * time.Millisecond
 	// queuePoll is how often the queues of a leaving generation are looked at.
 	queuePoll = time.Millisecond
+	// countFlowsEvery is how often a draining generation counts its flows.
+	countFlowsEvery = time.Second
 )
 
 // ErrUnread ends a drain whose sockets still hold datagrams that nobody reads.
@@ -56,6 +58,11 @@ func (n *Generation) Drain(ctx context.Context, o DrainOptions) (DrainReport, er
 		return fail(err)
 	}
 	report.Reason = reason
+	if Steering(n.group.table.Steering) == SteeringFlow {
+		if report.Flows, err = n.liveFlows(); err != nil {
+			return fail(err)
+		}
+	}
 	report.Waited = time.Since(start)
 	err = n.group.update(func() error {
 		slot, ok := n.group.table.find(n.number)
@@ -101,6 +108,7 @@ func (n *Generation) announceDeadline(at time.Time, final bool) error {
 
 // awaitDrained waits for the end of the drain and says what ended it.
 func (n *Generation) awaitDrained(ctx context.Context, o DrainOptions) (string, error) {
+	var count time.Time // of flows, the next
 	for {
 		changed, err := n.group.watch.next()
 		if err != nil {
@@ -129,6 +137,20 @@ func (n *Generation) awaitDrained(ctx context.Context, o DrainOptions) (string, 
 				return "idle", nil
 			}
 			wait = min(wait, o.Idle-idle)
+		}
+		if Steering(n.group.table.Steering) == SteeringFlow {
+			if start := time.Now(); !start.Before(count) {
+				live, err := n.liveFlows()
+				if err != nil {
+					return "", err
+				}
+				if live == 0 {
+					return "flows ended", nil
+				}
+				// A large table takes its time: a twentieth of ours at most.
+				count = start.Add(max(countFlowsEvery, 20*time.Since(start)))
+			}
+			wait = min(wait, time.Until(count))
 		}
 		timer := time.NewTimer(wait)
 		select {

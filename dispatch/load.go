@@ -6,6 +6,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/features"
@@ -33,6 +34,8 @@ func load(o Options, prefix int) (*pins, error) {
 		MaxWorkers:     o.Workers,
 		FlowEntries:    o.FlowEntries,
 		Prefix:         prefix,
+		FlowTimeout:    uint16(o.FlowTimeout / time.Second),
+		FlowLearning:   uint8(o.FlowLearning),
 	})
 	if err != nil {
 		return nil, fmt.Errorf("create group: %w", err)
@@ -121,6 +124,9 @@ func initialise(p *pins, o Options, k key, prefix int) error {
 	t.MaxWorkers = uint32(o.Workers)
 	t.FlowEntries = uint32(o.FlowEntries)
 	t.Prefix = uint32(prefix)
+	if o.Steering == SteeringFlow {
+		t.FlowTimeout, t.FlowLearning = uint16(o.FlowTimeout/time.Second), uint8(o.FlowLearning)
+	}
 	t.NextNumber = 1
 	setText(t.Service[:], o.Service)
 	setText(t.Network[:], k.network)

@@ -4,6 +4,8 @@ package dispatch
 
 import (
 	"log/slog"
+	"math"
+	"time"
 
 	"instar/dispatch/connid"
 )
@@ -21,6 +23,10 @@ const (
 	LimitGenerations = 256
 	LimitWorkers     = 256
 	LimitFlowEntries = 1 << 24
+
+	// DefaultFlowTimeout is what RFC 4787 section 4.3 recommends for UDP mappings.
+	DefaultFlowTimeout = 5 * time.Minute
+	LimitFlowTimeout   = math.MaxUint16 * time.Second
 )
 
 // Options name a group and say how to make it. The zero value of every field
@@ -58,9 +64,18 @@ type Options struct {
 
 	// FlowEntries is the size of the table of remembered flows (with QUIC:
 	// handshakes under way), 64 to 16,777,216. When it is full the least
-	// recently used flow is forgotten. Default 65,536. SteeringStateless has no
-	// such table.
+	// recently used flow is forgotten; the kernel begins with that a little earlier,
+	// so leave an eighth of room. An entry takes about 100 bytes of kernel memory.
+	// Default 65,536. SteeringStateless has no such table.
 	FlowEntries int
+
+	// FlowTimeout is how long a flow may be silent until SteeringFlow forgets it, 1 s
+	// to 65,535 s, counted in seconds. Default 5 min. It counts when the group is
+	// created, as FlowLearning does.
+	FlowTimeout time.Duration
+
+	// FlowLearning is when SteeringFlow remembers a flow. Default LearnReceived.
+	FlowLearning Learning
 
 	// LoadBalancer puts a QUIC-LB identifier in front of ours, so that an outer
 	// layer-4 balancer finds the host. All generations of a group need the same

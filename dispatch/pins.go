@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"unsafe"
 
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
@@ -81,8 +82,12 @@ func openPins(at home) (p *pins, t table, err error) {
 		t.generations, t.workers = t.MaxGenerations, t.MaxWorkers
 		err = p.check(at, t)
 	}
-	if err == nil && Steering(t.Steering) == SteeringQUIC {
+	if err == nil && Steering(t.Steering) != SteeringStateless {
 		p.flows, err = at.openMap(pinFlows)
+	}
+	if err == nil && Steering(t.Steering) == SteeringFlow && (p.flows.KeySize() != uint32(unsafe.Sizeof(bpf.Peer{})) ||
+		p.flows.ValueSize() != uint32(unsafe.Sizeof(bpf.Tracked{}))) {
+		err = damaged(at, "pin %q has keys of %d and values of %d bytes", pinFlows, p.flows.KeySize(), p.flows.ValueSize())
 	}
 	if err != nil {
 		t.unmap()

@@ -65,6 +65,7 @@ func (g *Group) Snapshot() (Snapshot, error) {
 		MaxGenerations: int(t.generations),
 		MaxWorkers:     int(t.workers),
 		FlowEntries:    int(t.FlowEntries),
+		FlowTimeout:    int(t.FlowTimeout),
 		Verdicts:       make(map[string]uint64, len(verdicts)),
 	}
 	// A change during the reading is seen by the counter; a stream of changes must
@@ -77,6 +78,9 @@ func (g *Group) Snapshot() (Snapshot, error) {
 		if atomic.LoadUint64(&t.Changes) == before && t.active() == word {
 			break
 		}
+	}
+	if Steering(t.Steering) == SteeringFlow {
+		s.FlowLearning = Learning(t.FlowLearning).String()
 	}
 	for v, n := range verdicts {
 		s.Verdicts[bpf.VerdictNames[v]] = n

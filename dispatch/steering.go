@@ -18,11 +18,15 @@ const (
 	SteeringQUIC = Steering(bpf.SteeringQUIC)
 	// SteeringStateless gives every packet to the active generation: DNS, NTP.
 	SteeringStateless = Steering(bpf.SteeringStateless)
+	// SteeringFlow gives all packets of one sender, an address and port, to the process
+	// that got the first of them: protocols that name no session.
+	SteeringFlow = Steering(bpf.SteeringFlow)
 )
 
 var steeringNames = map[Steering]string{
 	SteeringQUIC:      "quic",
 	SteeringStateless: "stateless",
+	SteeringFlow:      "flow",
 }
 
 func (s Steering) String() string {
@@ -39,5 +43,5 @@ func ParseSteering(name string) (Steering, error) {
 			return s, nil
 		}
 	}
-	return 0, fmt.Errorf("%w: steering %q; this build has quic and stateless", ErrOptions, name)
+	return 0, fmt.Errorf("%w: steering %q; this build has quic, stateless and flow", ErrOptions, name)
 }

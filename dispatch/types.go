@@ -73,7 +73,7 @@ type Snapshot struct {
 	Address string `json:"address"`
 	Device  string `json:"device,omitempty"`
 	Service string `json:"service"`
-	// Steering is the data plane's name, "quic" or "stateless".
+	// Steering is the data plane's name, "quic", "stateless" or "flow".
 	Steering string `json:"steering"`
 	// Layout is the version of the maps; Program the build of the kernel
 	// program that is pinned for the group.
@@ -84,6 +84,9 @@ type Snapshot struct {
 	MaxGenerations int    `json:"max_generations"`
 	MaxWorkers     int    `json:"max_workers"`
 	FlowEntries    int    `json:"flow_entries"`
+	// FlowTimeout, in seconds, and FlowLearning, "received" or "assured", are of "flow".
+	FlowTimeout  int    `json:"flow_timeout_s,omitempty"`
+	FlowLearning string `json:"flow_learning,omitempty"`
 	// Generations holds all that are not gone, in the order of last resort:
 	// the active one first, then those that were active before it, the latest
 	// first, then the staged ones, the newest first.
@@ -108,7 +111,8 @@ type Entry struct {
 	Err      error     `json:"-"`
 }
 
-// DrainOptions say when a drain is over. Whatever comes first ends it.
+// DrainOptions say when a drain is over. Whatever comes first ends it. With SteeringFlow
+// it also ends when no flow of the generation lives.
 type DrainOptions struct {
 	// Done is closed by the owner when its last flow ended. Default: never.
 	Done <-chan struct{}
@@ -129,12 +133,15 @@ type DrainOptions struct {
 
 // DrainReport says how a drain went.
 type DrainReport struct {
-	// Reason is "done", "idle", "deadline", or "evicted" when the generation was out
-	// of the group already (Group.Evict).
+	// Reason is "done", "idle", "deadline", "flows ended" (SteeringFlow), or "evicted"
+	// when the generation was out of the group already (Group.Evict).
 	Reason string `json:"reason"`
 	// Waited is the time until then.
 	Waited time.Duration `json:"waited"`
 	// Queued counts the sockets that still had datagrams in their queues after
 	// the grace period; Drain waited until the owner had read them.
 	Queued int `json:"queued"`
+	// Flows counts those that still lived at the end, with SteeringFlow: their next
+	// packets go to the active generation.
+	Flows int `json:"flows"`
 }

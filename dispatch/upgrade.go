@@ -43,6 +43,8 @@ func (g *Group) swapProgram() error {
 		MaxWorkers:     int(g.table.workers),
 		FlowEntries:    int(g.table.FlowEntries),
 		Prefix:         int(g.table.Prefix),
+		FlowTimeout:    g.table.FlowTimeout,
+		FlowLearning:   g.table.FlowLearning,
 	})
 	if err != nil {
 		return err

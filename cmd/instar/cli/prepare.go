@@ -18,6 +18,7 @@ import (
 func (a *app) prepareCommand() *cobra.Command {
 	var owner, steering string
 	var o dispatch.Options
+	var assured bool
 	cmd := &cobra.Command{
 		Use:   "prepare --owner USER[:GROUP] --service NAME ADDRESS",
 		Short: "Make a group as root and give it to a user",
@@ -43,6 +44,9 @@ standard error.`,
 				return usagef("--steering: %w", err)
 			}
 			o.Address, o.Root = args[0], a.root
+			if assured {
+				o.FlowLearning = dispatch.LearnAssured
+			}
 			if o.Service == "" {
 				return usagef("prepare: missing --service NAME: only the service of that name joins the group; a server's is its Options.Service, by default the name of its executable")
 			}
@@ -63,10 +67,12 @@ standard error.`,
 	f.StringVar(&o.Service, "service", "", "the `name` under which the server joins: its Options.Service")
 	f.StringVar(&o.Network, "network", "udp", "the `kind` of sockets: udp, udp4 or udp6")
 	f.StringVar(&o.Device, "device", "", "the network `device` that the sockets are bound to")
-	f.StringVar(&steering, "steering", "quic", "the `kind` of steering: quic, or stateless for DNS and the like")
+	f.StringVar(&steering, "steering", "quic", "the `kind` of steering: quic, stateless for DNS and the like, or flow, by the sender's address")
 	f.IntVar(&o.MaxGenerations, "max-generations", dispatch.DefaultMaxGenerations, "room for `n` generations at the same time, 2 to 256")
 	f.IntVar(&o.Workers, "workers", dispatch.DefaultWorkers, "room for `n` sockets of each generation, 1 to 256")
 	f.IntVar(&o.FlowEntries, "flow-entries", dispatch.DefaultFlowEntries, "room for `n` remembered flows, 64 to 16777216")
+	f.DurationVar(&o.FlowTimeout, "flow-timeout", dispatch.DefaultFlowTimeout, "steering flow: the `time` after which a silent flow is forgotten, 1s to 18h")
+	f.BoolVar(&assured, "assured", false, "steering flow: remember the flows that the server assures, not each that begins")
 	return cmd
 }
 

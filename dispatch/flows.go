@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dispatch
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"net/netip"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"instar/bpf"
+	"instar/dispatch/connid"
+)
+
+// Learning is when SteeringFlow remembers a flow.
+type Learning uint8
+
+const (
+	// LearnReceived remembers a flow with its first packet. A flood of forged senders
+	// fills the table, and pushes out those that were silent for the longest time.
+	LearnReceived = Learning(bpf.LearningReceived)
+	// LearnAssured remembers the flows that their servers name with Generation.Assure,
+	// as soon as the peer has shown that it receives. Packets of all others go to
+	// the active generation.
+	LearnAssured = Learning(bpf.LearningAssured)
+)
+
+func (l Learning) String() string {
+	switch l {
+	case LearnReceived:
+		return "received"
+	case LearnAssured:
+		return "assured"
+	default:
+		return fmt.Sprintf("learning %d", uint8(l))
+	}
+}
+
+// Flow is a flow that SteeringFlow remembers.
+type Flow struct {
+	Peer       netip.AddrPort
+	Generation uint32
+	Worker     int
+	// Seen is when a packet came or the flow was assured, exact to a second.
+	Seen time.Time
+}
+
+// FlowCounts say what is in a table of flows.
+type FlowCounts struct {
+	// Live are the flows of each generation that holds sockets, by its number.
+	Live map[uint32]int `json:"live"`
+	// Ended are entries of flows that timed out, or whose generation is gone. They are
+	// used again when their turn comes.
+	Ended int `json:"ended"`
+	// Room is the size of the table.
+	Room int `json:"room"`
+}
+
+// lookupChunk is how many entries are read at a time.
+const lookupChunk = 1 << 14
+
+// Flows calls f with each flow that lives, until f returns false. The table changes
+// meanwhile: a flow may be missed or come twice. A million takes a second.
+//
+// Errors: ErrState when the group has another steering.
+func (g *Group) Flows(f func(Flow) bool) error {
+	err := g.eachFlow(func(p bpf.Peer, t bpf.Tracked, live bool) bool {
+		return !live || f(Flow{peerOf(p), uint32(t.Owner), int(connid.Handle(t.Owner >> 32).Worker()), wall(t.Seen)})
+	})
+	if err != nil {
+		return fmt.Errorf("read flows of %s: %w", g.key, err)
+	}
+	return nil
+}
+
+// FlowCounts counts the flows of each generation. A million takes a good part of a second.
+//
+// Errors: ErrState when the group has another steering.
+func (g *Group) FlowCounts() (FlowCounts, error) {
+	c := FlowCounts{Live: make(map[uint32]int), Room: int(g.table.FlowEntries)}
+	err := g.eachFlow(func(_ bpf.Peer, t bpf.Tracked, live bool) bool {
+		if live {
+			c.Live[uint32(t.Owner)]++
+		} else {
+			c.Ended++
+		}
+		return true
+	})
+	if err != nil {
+		return c, fmt.Errorf("count flows of %s: %w", g.key, err)
+	}
+	return c, nil
+}
+
+func (g *Group) eachFlow(f func(p bpf.Peer, t bpf.Tracked, live bool) bool) error {
+	if Steering(g.table.Steering) != SteeringFlow {
+		return fmt.Errorf("%w: the group's steering is %s, which tracks no flows", ErrState, Steering(g.table.Steering))
+	}
+	release, err := g.use()
+	if err != nil {
+		return err
+	}
+	defer release()
+	// Only slots in the order hold sockets.
+	slots, _ := g.table.order()
+	var numbers [bpf.MaxSlots]uint32
+	for _, slot := range slots {
+		numbers[slot] = g.table.Slots[slot].Number
+	}
+	clock, timeout := now(), uint64(g.table.FlowTimeout)*uint64(time.Second)
+	var cursor ebpf.MapBatchCursor
+	keys, values := make([]bpf.Peer, lookupChunk), make([]bpf.Tracked, lookupChunk)
+	for {
+		n, err := g.pins.flows.BatchLookup(&cursor, keys, values, nil)
+		if errors.Is(err, unix.ENOSPC) && len(keys) < math.MaxInt32/2 {
+			// A bucket with more entries than fit; the cursor is as it was.
+			keys, values = make([]bpf.Peer, 2*len(keys)), make([]bpf.Tracked, 2*len(values))
+			continue
+		}
+		last := errors.Is(err, ebpf.ErrKeyNotExist)
+		if err != nil && !last {
+			return err
+		}
+		for i, t := range values[:n] {
+			number := numbers[connid.Handle(t.Owner>>32).Slot()]
+			live := number != 0 && number == uint32(t.Owner) && int64(clock-t.Seen) <= int64(timeout)
+			if !f(keys[i], t, live) {
+				return nil
+			}
+		}
+		if last {
+			return nil
+		}
+	}
+}
+
+// Assure makes a peer's packets come to a worker of this generation until they were
+// silent for Options.FlowTimeout, whoever is active. Call it for a peer that has shown
+// that it receives what is sent to it, and again for one that sends nothing while the
+// flow lives on. It costs a system call.
+//
+// Errors: ErrState when the group has another steering, ErrOptions when there is no such
+// worker or peer has no address.
+func (n *Generation) Assure(worker int, peer netip.AddrPort) error {
+	p, err := n.ownFlow(worker, peer)
+	if err == nil {
+		t := bpf.Tracked{Owner: uint64(n.Handle(worker))<<32 | uint64(n.number), Seen: now()}
+		err = n.group.withPins(func() error { return n.group.pins.flows.Put(&p, &t) })
+	}
+	if err != nil {
+		return fmt.Errorf("assure flow of %s to generation %d of %s: %w", peer, n.number, n.group.key, err)
+	}
+	return nil
+}
+
+// Release forgets a peer's flow, when it has one: its next packet begins a new one.
+// Errors are those of Assure.
+func (n *Generation) Release(peer netip.AddrPort) error {
+	p, err := n.ownFlow(0, peer)
+	if err == nil {
+		err = n.group.withPins(func() error { return n.group.pins.flows.Delete(&p) })
+	}
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return fmt.Errorf("release flow of %s from generation %d of %s: %w", peer, n.number, n.group.key, err)
+	}
+	return nil
+}
+
+func (n *Generation) ownFlow(worker int, peer netip.AddrPort) (bpf.Peer, error) {
+	if s := Steering(n.group.table.Steering); s != SteeringFlow {
+		return bpf.Peer{}, fmt.Errorf("%w: the group's steering is %s, which tracks no flows", ErrState, s)
+	}
+	if worker < 0 || worker >= len(n.conns) {
+		return bpf.Peer{}, fmt.Errorf("%w: worker %d; there are 0 to %d", ErrOptions, worker, len(n.conns)-1)
+	}
+	if !peer.IsValid() {
+		return bpf.Peer{}, fmt.Errorf("%w: the peer has no address", ErrOptions)
+	}
+	return bpf.Peer{Address: peer.Addr().As16(), Port: peer.Port()<<8 | peer.Port()>>8}, nil
+}
+
+func peerOf(p bpf.Peer) netip.AddrPort {
+	return netip.AddrPortFrom(netip.AddrFrom16(p.Address).Unmap(), p.Port<<8|p.Port>>8)
+}
+
+// withPins runs f while the pins are open.
+func (g *Group) withPins(f func() error) error {
+	release, err := g.use()
+	if err != nil {
+		return err
+	}
+	defer release()
+	return f()
+}
+
+// liveFlows counts the generation's own.
+func (n *Generation) liveFlows() (count int, err error) {
+	err = n.group.eachFlow(func(_ bpf.Peer, t bpf.Tracked, live bool) bool {
+		if live && uint32(t.Owner) == n.number {
+			count++
+		}
+		return true
+	})
+	return count, err
+}
