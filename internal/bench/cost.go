@@ -4,8 +4,10 @@ package main
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"time"
 
@@ -35,6 +37,11 @@ const (
 	emptyName  = "empty"
 	anyPackets = "any"
 	ourPackets = "short header, our ID"
+
+	knownFlow   = "known"
+	crowdedFlow = "known, one of a million"
+
+	crowdSize = 1_000_000
 )
 
 // row is one kind of packet to one receiver.
@@ -151,6 +158,14 @@ func costRows(root string) (rows []row, closeAll func() error, err error) {
 	if err != nil {
 		return nil, closeAll, err
 	}
+	flow, err := keep(newInstar(root, "127.0.0.1:4006", dispatch.SteeringFlow))
+	if err != nil {
+		return nil, closeAll, err
+	}
+	crowd, err := keep(newInstar(root, "127.0.0.1:4007", dispatch.SteeringFlow, 2*crowdSize))
+	if err != nil {
+		return nil, closeAll, err
+	}
 
 	plain, err := plainTraffic()
 	err = add(emptyName, anyPackets, "", empty, plain, err)
@@ -176,10 +191,16 @@ func costRows(root string) (rows []row, closeAll func() error, err error) {
 		t, e := initialTraffic(true)
 		err = add("quic", "Initial, new", name(bpf.VerdictNew), full, t, e)
 	}
+	if err == nil {
+		err = add("flow", knownFlow, name(bpf.VerdictKnown), flow, plain, nil)
+	}
+	if err == nil {
+		err = add("flow", crowdedFlow, name(bpf.VerdictKnown), crowd, plain, nil)
+	}
 	if err != nil {
 		return nil, closeAll, err
 	}
-	return rows, closeAll, fill(full)
+	return rows, closeAll, errors.Join(fill(full), fillCrowd(crowd))
 }
 
 func name(v bpf.Verdict) string { return bpf.VerdictNames[v] }
@@ -205,6 +226,39 @@ func fill(r *receiver) error {
 		return fmt.Errorf("fill flows of %s: %w", r.addr, err)
 	}
 	return nil
+}
+
+// fillCrowd gives a receiver a million flows that live.
+func fillCrowd(r *receiver) error {
+	flows, err := ebpf.LoadPinnedMap(filepath.Join(r.group.Path(), "flows"), nil)
+	if err != nil {
+		return fmt.Errorf("open flows of %s: %w", r.addr, err)
+	}
+	defer flows.Close()
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
+		return os.NewSyscallError("clock_gettime", err)
+	}
+	rng := newPCG()
+	keys, values := make([]bpf.Peer, crowdSize), make([]bpf.Tracked, crowdSize)
+	for i := range keys {
+		// Documentation addresses (RFC 3849), which no client here has.
+		binary.BigEndian.PutUint32(keys[i].Address[:], 0x20010db8)
+		binary.NativeEndian.PutUint64(keys[i].Address[8:], rng.Uint64())
+		keys[i].Port = uint16(i)
+		values[i] = bpf.Tracked{
+			Owner: uint64(r.generation.Handle(i%workers))<<32 | uint64(r.generation.Number()),
+			Seen:  uint64(now.Nano()),
+		}
+	}
+	if _, err := flows.BatchUpdate(keys, values, nil); err != nil {
+		return fmt.Errorf("fill flows of %s: %w", r.addr, err)
+	}
+	c, err := r.group.FlowCounts()
+	if err == nil && c.Live[r.generation.Number()] < crowdSize {
+		err = fmt.Errorf("%d flows of %d stayed in the table of %s", c.Live[r.generation.Number()], crowdSize, r.addr)
+	}
+	return err
 }
 
 // settleTime is how long the kernel may take to deliver what was sent.

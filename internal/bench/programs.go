@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
@@ -63,7 +64,7 @@ type Program struct {
 // measurePrograms loads the data plane of each steering, at the default sizes.
 func measurePrograms() ([]Program, error) {
 	var programs []Program
-	for _, s := range []dispatch.Steering{dispatch.SteeringStateless, dispatch.SteeringQUIC} {
+	for _, s := range []dispatch.Steering{dispatch.SteeringStateless, dispatch.SteeringQUIC, dispatch.SteeringFlow} {
 		p, err := measureProgram(s)
 		if err != nil {
 			return nil, fmt.Errorf("load program %s: %w", s, err)
@@ -78,6 +79,7 @@ func measureProgram(s dispatch.Steering) (Program, error) {
 	spec, name, err := bpf.Spec(bpf.Config{
 		Steering: uint32(s), Prefix: bpf.PrefixMin, FlowEntries: dispatch.DefaultFlowEntries,
 		MaxGenerations: dispatch.DefaultMaxGenerations, MaxWorkers: dispatch.DefaultWorkers,
+		FlowTimeout: uint16(dispatch.DefaultFlowTimeout / time.Second),
 	})
 	if err != nil {
 		return p, err

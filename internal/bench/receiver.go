@@ -117,12 +117,14 @@ func newSelect(addr string) (r *receiver, err error) {
 }
 
 // newInstar is a group with one active generation.
-func newInstar(root, addr string, s dispatch.Steering) (r *receiver, err error) {
+func newInstar(root, addr string, s dispatch.Steering, flowEntries ...int) (r *receiver, err error) {
 	r = &receiver{name: s.String(), addr: addr}
 	defer r.closeOn(&err)
-	r.group, err = dispatch.Open(dispatch.Options{
-		Network: "udp4", Address: addr, Root: root, Steering: s, ReceiveBuffer: receiveBuffer,
-	})
+	o := dispatch.Options{Network: "udp4", Address: addr, Root: root, Steering: s, ReceiveBuffer: receiveBuffer}
+	for _, n := range flowEntries {
+		o.FlowEntries = n
+	}
+	r.group, err = dispatch.Open(o)
 	if err != nil {
 		return r, err
 	}

@@ -37,6 +37,7 @@ const (
 var goals = map[string]float64{
 	"stateless/" + anyPackets: 40,
 	"quic/" + ourPackets:      60,
+	"flow/" + knownFlow:       100,
 }
 
 // A result is called noisy when the middle half of its rounds is wider than this part
