@@ -437,10 +437,10 @@ func (h *Handover) ignore(s os.Signal, reason error) {
 }
 
 // Close ends this process's part. An upgrade that is under way is aborted, and
-// calls of Ready, Listen and Lease end with ErrClosed: nothing serves here any
-// more. The
-// last process, which has no successor, unlinks what it bound. Listeners are
-// closed; packet sockets, files and connections are the caller's.
+// calls of Ready, Listen and Lease end with ErrClosed: nothing begins to serve
+// here any more. The last process, which has no successor, unlinks what it bound.
+// Listeners are closed; packet sockets, files and connections are the caller's. A
+// second call returns ErrClosed.
 func (h *Handover) Close() error { return h.Abort(nil) }
 
 // Abort is Close by a process that cannot take over, or cannot go on: while it

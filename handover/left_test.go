@@ -94,14 +94,10 @@ func TestAnotherControlSocket(t *testing.T) {
 func TestListenerNotTakenOver(t *testing.T) {
 	folder := t.TempDir()
 	socket, gone, stranger := filepath.Join(folder, "control"), filepath.Join(folder, "gone"), filepath.Join(folder, "stranger")
-	hold := make(chan struct{})
+	probation := newGate()
+	defer probation.release()
 	options := testOptions(t, socket)
-	options.step = func(step string, _ *peer) error {
-		if step == "probation-over" {
-			<-hold
-		}
-		return nil
-	}
+	options.step = probation.at("probation-over")
 	first := mustStart(t, options, func(g *generation) {
 		for _, path := range []string{gone, stranger} {
 			if _, err := g.Listen(filepath.Base(path), "unix", path); err != nil {
@@ -121,7 +117,7 @@ func TestListenerNotTakenOver(t *testing.T) {
 			t.Fatal(err)
 		}
 	})
-	close(hold)
+	probation.release()
 	superseded(t, first)
 	testutil.WaitFor(t, patience, func() bool { _, err := os.Lstat(gone); return errors.Is(err, os.ErrNotExist) }, "the path to go")
 	settled(t, second)

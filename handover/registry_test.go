@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -22,7 +23,12 @@ type gate struct {
 	shut    atomic.Bool
 	entered chan struct{} // has room
 	open    chan struct{}
+	once    sync.Once
 }
+
+// release opens the gate for good. A test defers it, so that what it holds ends when
+// the test fails.
+func (g *gate) release() { g.once.Do(func() { close(g.open) }) }
 
 func newGate() *gate {
 	return &gate{entered: make(chan struct{}, 100), open: make(chan struct{})}
@@ -45,6 +51,17 @@ func (g *gate) behind() net.ListenConfig {
 		g.pass(context.Background())
 		return nil
 	}}
+}
+
+// at shuts the gate, at a step of a handover.
+func (g *gate) at(step string) func(string, *peer) error {
+	g.shut.Store(true)
+	return func(now string, _ *peer) error {
+		if now == step {
+			g.pass(context.Background())
+		}
+		return nil
+	}
 }
 
 // within fails the test when f does not end.
@@ -95,6 +112,7 @@ func TestListenTakesItsTime(t *testing.T) {
 				options.ListenConfig = g.behind()
 				first := mustStart(t, options, nil)
 				g.shut.Store(true)
+				defer g.release()
 				result := make(chan error, 1)
 				go func() {
 					c, err := listen(first.Handover, path)
@@ -128,7 +146,7 @@ func TestListenTakesItsTime(t *testing.T) {
 					want = ErrClosed
 					within(t, "Close", first.stop)
 				}
-				close(g.open)
+				g.release()
 				if err := receiveError(t, "Listen", result); !errors.Is(err, want) {
 					t.Errorf("Listen: %v, want %v", err, want)
 				}
@@ -160,6 +178,7 @@ func TestResolverTakesItsTime(t *testing.T) {
 	g := newGate()
 	resolveBehind(t, g)
 	g.shut.Store(true)
+	defer g.release()
 	socket := socketPath(t)
 	first := mustStart(t, testOptions(t, socket), nil)
 	h, err := New(testOptions(t, socket))
@@ -182,7 +201,7 @@ func TestResolverTakesItsTime(t *testing.T) {
 		t.Errorf("Listen: %v", err)
 	}
 	// A name that does not exist is an error, and what was inherited is there yet.
-	close(g.open)
+	g.release()
 	settledUpgrade(t, first)
 	second := mustStart(t, testOptions(t, socket), func(g *generation) {
 		if err := g.l.Close(); err != nil {

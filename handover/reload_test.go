@@ -126,20 +126,16 @@ func TestReloadDuringUpgrade(t *testing.T) {
 	t.Run("in the probation", func(t *testing.T) {
 		m, socket := newManager(t), socketPath(t)
 		options := managed(t, m, socket)
-		hold := make(chan struct{})
-		options.step = func(step string, _ *peer) error {
-			if step == "probation-over" {
-				<-hold
-			}
-			return nil
-		}
+		probation := newGate()
+		defer probation.release()
+		options.step = probation.at("probation-over")
 		first := mustStart(t, options, nil)
 		said := m.started(t)
 		second := mustStart(t, managed(t, m, socket), nil)
 		// It was started by somebody else, and serves, but is not the main process yet.
 		reload(second.Handover)
 		m.hears(t, os.Getpid(), said, "RELOADING=1", "MONOTONIC_USEC")
-		close(hold)
+		probation.release()
 		superseded(t, first)
 		settled(t, second)
 		m.hears(t, os.Getpid(), said+2, main, "READY=1", "BARRIER=1", "RELOADING=1", "MONOTONIC_USEC", "READY=1", main)

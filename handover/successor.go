@@ -493,9 +493,10 @@ func (h *Handover) commit(ctx context.Context, p *peer) error {
 	if err := p.send(frameReady, nil); err != nil && !errors.Is(err, errPeerGone) {
 		return h.giveUp(p, err)
 	}
-	if _, err := p.want(frameCommit); errors.Is(err, os.ErrDeadlineExceeded) {
-		return h.giveUp(p, err)
-	} else if err != nil {
+	if _, err := p.want(frameCommit); err != nil {
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			return h.giveUp(p, err)
+		}
 		return err
 	}
 	// Nobody accepts now.
