@@ -26,8 +26,9 @@ type (
 	Secrets = quicInstarSecrets
 	// Flow is the value of the flow table with QUIC.
 	Flow = quicInstarFlow
-	// Peer and Tracked are key and value of the flow table of SteeringFlow.
-	Peer    = flowInstarPeer
+	// Peer is the key of the flow table of SteeringFlow.
+	Peer = flowInstarPeer
+	// Tracked is its value.
 	Tracked = flowInstarTracked
 	// Counters are one CPU's counters.
 	Counters = quicInstarCounters

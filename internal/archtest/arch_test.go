@@ -47,6 +47,7 @@ var rules = []rule{
 	{folder: "quicdemo/...", ours: []string{"quicdemo/...", "dispatch/...", "handover/...", "internal/..."}},
 	{folder: "tcpdemo/...", ours: []string{"tcpdemo/...", "handover/...", "internal/..."}},
 	{folder: "wgdemo/...", ours: []string{"wgdemo/...", "dispatch/...", "handover/...", "internal/..."}},
+	{folder: "examples/...", ours: []string{"dispatch/...", "handover/..."}},
 	{folder: "internal/bench/...", ours: []string{"internal/...", "bpf", "dispatch/..."}},
 	{folder: "internal/...", ours: []string{"internal/..."}},
 	{folder: "cmd/...", ours: []string{"..."}},

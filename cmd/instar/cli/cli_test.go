@@ -235,8 +235,8 @@ func checkJSON(ts *testscript.TestScript, neg bool, args []string) {
 	}
 }
 
-// openGroup is "open NAME ADDRESS [SERVICE [DEVICE]]".
-func openGroup(ts *testscript.TestScript, _ bool, args []string) {
+// openGroup is "open NAME ADDRESS [SERVICE [DEVICE]]", "! open" with steering flow.
+func openGroup(ts *testscript.TestScript, flows bool, args []string) {
 	s := ts.Value(scriptKey{}).(*script)
 	o := dispatch.Options{Address: args[1], Service: "test", Build: "b1", Root: ts.Getenv("ROOT"), MaxGenerations: 4, Workers: 4, FlowEntries: 64}
 	if len(args) > 2 {
@@ -244,6 +244,9 @@ func openGroup(ts *testscript.TestScript, _ bool, args []string) {
 	}
 	if len(args) > 3 {
 		o.Device = args[3]
+	}
+	if flows {
+		o.Steering = dispatch.SteeringFlow
 	}
 	s.ns.Run(func() {
 		g, err := dispatch.Open(o)

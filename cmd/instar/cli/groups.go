@@ -143,12 +143,21 @@ func (a *app) show(name string) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, g.Close()) }()
+	var flows *dispatch.FlowCounts
+	if s.Steering == dispatch.SteeringFlow.String() {
+		c, err := g.FlowCounts()
+		if err != nil {
+			return err
+		}
+		flows = &c
+	}
 	if a.json {
 		e.Snapshot = &s
 		return a.printJSON(struct {
-			Version int       `json:"version"`
-			Group   groupJSON `json:"group"`
-		}{jsonVersion, newGroupJSON(e)})
+			Version int                  `json:"version"`
+			Group   groupJSON            `json:"group"`
+			Flows   *dispatch.FlowCounts `json:"flows,omitempty"`
+		}{jsonVersion, newGroupJSON(e), flows})
 	}
 
 	w, colours := a.env.Stdout, a.env.colours(a.env.Stdout)
@@ -158,7 +167,9 @@ func (a *app) show(name string) (err error) {
 	head.add(colourNone, "service", s.Service)
 	head.add(colourNone, "steering", fmt.Sprintf("%s (program %s, layout %d)", s.Steering, dash(s.Program), s.Layout))
 	head.add(colourNone, "generations", fmt.Sprintf("%d of %d, up to %d workers each", len(s.Generations), s.MaxGenerations, s.MaxWorkers))
-	head.add(colourNone, "flows", fmt.Sprintf("room for %d", s.FlowEntries))
+	if s.Steering != dispatch.SteeringStateless.String() {
+		head.add(colourNone, "flows", flowsLine(&s, flows))
+	}
 	head.add(colourNone, "path", s.Path)
 	if err := head.write(w, colours); err != nil {
 		return err
@@ -167,7 +178,7 @@ func (a *app) show(name string) (err error) {
 	a.printf("")
 	if len(s.Generations) == 0 {
 		a.printf("no generation holds a socket")
-	} else if err := a.generationTable(&s).write(w, colours); err != nil {
+	} else if err := a.generationTable(&s, flows).write(w, colours); err != nil {
 		return err
 	}
 
@@ -179,10 +190,14 @@ func (a *app) show(name string) (err error) {
 	return verdictTable(&s).write(w, colours)
 }
 
-func (a *app) generationTable(s *dispatch.Snapshot) *table {
+func (a *app) generationTable(s *dispatch.Snapshot, flows *dispatch.FlowCounts) *table {
 	now := a.env.Now()
 	var t table
-	t.add(colourFaint, "GENERATION", "STATE", "PID", "COMMAND", "BUILD", "LIVE", "PACKETS", "LAST PACKET", "JOINED", "DEADLINE")
+	columns := []string{"GENERATION", "STATE", "PID", "COMMAND", "BUILD", "LIVE", "PACKETS", "LAST PACKET", "JOINED", "DEADLINE"}
+	if flows != nil {
+		columns = append(columns, "FLOWS")
+	}
+	t.add(colourFaint, columns...)
 	for _, g := range s.Generations {
 		colour := colourNone
 		switch g.State {
@@ -195,9 +210,15 @@ func (a *app) generationTable(s *dispatch.Snapshot) *table {
 		if g.Live == 0 {
 			state, colour = "dead", colourYellow // until the group changes again
 		}
-		t.add(colour, strconv.FormatUint(uint64(g.Number), 10), state, strconv.Itoa(g.PID),
+		line := []string{
+			strconv.FormatUint(uint64(g.Number), 10), state, strconv.Itoa(g.PID),
 			dash(g.Command), dash(g.Build), fmt.Sprintf("%d/%d", g.Live, g.Workers),
-			strconv.FormatUint(g.Packets, 10), ago(now, g.LastPacket), ago(now, g.Joined), until(now, g.Deadline))
+			strconv.FormatUint(g.Packets, 10), ago(now, g.LastPacket), ago(now, g.Joined), until(now, g.Deadline),
+		}
+		if flows != nil {
+			line = append(line, strconv.Itoa(flows.Live[g.Number]))
+		}
+		t.add(colour, line...)
 	}
 	return &t
 }
