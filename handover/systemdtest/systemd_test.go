@@ -30,13 +30,14 @@ import (
 
 const patience = 30 * time.Second
 
-// boot is run in new namespaces, makes a root file system and becomes systemd. The
-// machine's own is there for reading only, and everything that could be written is
-// memory. None of the machine's units is there: they would tidy up the machine.
+// boot is run in new namespaces, makes a root file system and becomes systemd. What is
+// at $3, the machine's own or another one, is there for reading only, and everything
+// that could be written is memory. None of its units is there: the machine's would tidy
+// up the machine.
 const boot = `set -e
 mount --make-rprivate /
 new=$1/root
-mount --bind / "$new"
+mount --bind "$3" "$new"
 mount -o remount,bind,ro "$new"
 mount -t proc proc "$new/proc"
 mount -t sysfs -o ro sysfs "$new/sys"
@@ -53,7 +54,8 @@ cd "$new"
 pivot_root . run/old
 umount -l /run/old
 export container=test SYSTEMD_COLORS=0
-exec /lib/systemd/systemd --system --unit=test.target --log-target=console --show-status=no \
+# Newer ones tell of notifications that they do not take at this level alone.
+exec /lib/systemd/systemd --system --unit=test.target --log-target=console --log-level=debug --show-status=no \
 	--default-standard-output=tty --default-standard-error=tty
 `
 
@@ -76,11 +78,8 @@ type machine struct {
 func start(t testing.TB, edit func(units map[string]string)) *machine {
 	t.Helper()
 	testutil.NeedRoot(t)
-	testutil.NeedCommand(t, "systemctl", "systemd")
 	testutil.NeedCommand(t, "nsenter", "util-linux")
-	if _, err := os.Stat("/lib/systemd/systemd"); err != nil {
-		testutil.Skip(t, "needs systemd: install the package systemd: %v", err)
-	}
+	root := rootOf(t)
 	m := &machine{t: t, ns: testutil.NetNS(t)}
 	var err error
 	if m.dir, err = os.MkdirTemp("", "systemdtest"); err != nil {
@@ -99,8 +98,8 @@ func start(t testing.TB, edit func(units map[string]string)) *machine {
 		t.Fatal(err)
 	}
 	console := newConsole(t, out)
-	cmd := m.ns.Command("sh", "-c", `echo $$ >"$1/cgroup.procs"; exec unshare --pid --fork --kill-child --mount --mount-proc --uts --ipc --cgroup sh -c "$2" boot "$3" "$4"`,
-		"boot", cgroup, boot, m.dir, console)
+	cmd := m.ns.Command("sh", "-c", `echo $$ >"$1/cgroup.procs"; exec unshare --pid --fork --kill-child --mount --mount-proc --uts --ipc --cgroup sh -c "$2" boot "$3" "$4" "$5"`,
+		"boot", cgroup, boot, m.dir, console, root)
 	cmd.Stdout, cmd.Stderr = out, out
 	// Also when the test is killed. Its thread lives as long as it: NetNS has it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
@@ -112,11 +111,12 @@ func start(t testing.TB, edit func(units map[string]string)) *machine {
 		_ = cmd.Wait()
 		testutil.WaitFor(t, patience, func() bool { return removeCgroups(cgroup) == nil }, "the end of the processes")
 		text := m.said()
-		if found := complaint.FindAllString(text, -1); len(found) > 0 && !m.tolerant {
+		if found := complaints(text); len(found) > 0 && !m.tolerant {
 			t.Errorf("systemd complains: %q", found)
 		}
 		if t.Failed() {
-			t.Logf("log of systemd:\n%s", text)
+			const most = 100_000
+			t.Logf("end of the log of systemd:\n%s", text[max(0, len(text)-most):])
 		}
 		_ = out.Close()
 	})
@@ -143,6 +143,14 @@ func start(t testing.TB, edit func(units map[string]string)) *machine {
 
 // complaint is what systemd says of notifications that it does not take.
 var complaint = regexp.MustCompile(`(?m)^.*(reception only permitted|reception is disabled|[Nn]otif[a-z]* message.*ignoring|New main PID .* ignoring|Unknown key|Failed to parse).*$`)
+
+// complaints finds them in a log. Which system calls there are is no business of a unit
+// that uses systemd's own sets of them.
+func complaints(log string) []string {
+	return slices.DeleteFunc(complaint.FindAllString(log, -1), func(line string) bool {
+		return strings.Contains(line, "Failed to parse system call, ignoring")
+	})
+}
 
 // said is the log of systemd and of the service.
 func (m *machine) said() string {
@@ -831,7 +839,7 @@ func TestComplaint(t *testing.T) {
 	m.must("systemctl", "start", "app.service")
 	m.configure("[Service]\nExecReload=\nExecReload=env NOTIFY_SOCKET=/run/systemd/notify systemd-notify --status=other\n")
 	m.must("systemctl", "reload", "app.service")
-	testutil.WaitFor(t, patience, func() bool { return complaint.MatchString(m.said()) }, "a complaint")
+	testutil.WaitFor(t, patience, func() bool { return len(complaints(m.said())) > 0 }, "a complaint")
 	if status := m.property("StatusText"); strings.Contains(status, "other") {
 		t.Errorf("the status is %q", status)
 	}
