@@ -72,7 +72,7 @@ func Example() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	defer os.RemoveAll(folder)
+	defer func() { _ = os.RemoveAll(folder) }()
 	options := handover.Options{
 		Socket:    filepath.Join(folder, "control"),
 		Probation: 100 * time.Millisecond,

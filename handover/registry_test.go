@@ -239,10 +239,16 @@ func TestFailedListenTakesNothing(t *testing.T) {
 func TestListenTooLate(t *testing.T) {
 	socket := socketPath(t)
 	var reject atomic.Bool
-	options := testOptions(t, socket)
-	options.step = rejecting(&reject)
+	var binds atomic.Int64
+	bind := net.ListenConfig{Control: func(string, string, syscall.RawConn) error {
+		binds.Add(1)
+		return nil
+	}}
+	options, theirs := testOptions(t, socket), testOptions(t, socket)
+	options.step, options.ListenConfig, theirs.ListenConfig = rejecting(&reject), bind, bind
 	tooLate := func(h *Handover, want error) {
 		t.Helper()
+		before := binds.Load()
 		for network, address := range map[string]string{"tcp": "127.0.0.1:0", "unix": filepath.Join(t.TempDir(), "late")} {
 			if l, err := h.Listen("late", network, address); !errors.Is(err, want) {
 				t.Errorf("Listen %s: %v, %v", network, l, err)
@@ -251,10 +257,13 @@ func TestListenTooLate(t *testing.T) {
 		if c, err := h.ListenPacket("late", "udp", "127.0.0.1:0"); !errors.Is(err, want) {
 			t.Errorf("ListenPacket: %v, %v", c, err)
 		}
+		if now := binds.Load(); now != before {
+			t.Errorf("%d sockets were bound all the same", now-before)
+		}
 	}
 	first := mustStart(t, options, nil)
 	reject.Store(true)
-	rolledBack := mustStart(t, testOptions(t, socket), nil)
+	rolledBack := mustStart(t, theirs, nil)
 	<-rolledBack.Superseded()
 	tooLate(rolledBack.Handover, ErrRolledBack)
 	settledUpgrade(t, first)
@@ -422,7 +431,7 @@ func TestOwnRolesAreChecked(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer unix.Close(listening)
+	defer closeAll([]int{listening})
 	connected, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		t.Fatal(err)
