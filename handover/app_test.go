@@ -305,12 +305,13 @@ func takeFault(path string, generation int, step string) faultKind {
 
 // service is a server of processes, with a network namespace of its own.
 type service struct {
-	t      testing.TB
-	ns     *testutil.Netns
-	config appConfig
-	addr   string
-	path   string     // of the executable
-	files  []*os.File // that the first process inherits, from 3 on
+	t        testing.TB
+	ns       *testutil.Netns
+	config   appConfig
+	addr     string
+	path     string     // of the executable
+	files    []*os.File // that the first process inherits, from 3 on
+	ownGroup bool       // the processes are a process group of their own
 
 	mu     sync.Mutex
 	events []appEvent
@@ -452,7 +453,9 @@ func (s *service) start() {
 	}
 	cmd.Stdout, cmd.Stderr = out, out
 	cmd.ExtraFiles = s.files
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // of all generations
+	// All generations are in the group of the first one. Otherwise they are in the
+	// test's, and end with it when somebody interrupts it.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: s.ownGroup}
 	if err := cmd.Start(); err != nil {
 		s.t.Fatal(err)
 	}

@@ -12,7 +12,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 
 	"instar/internal/systemd"
@@ -80,36 +79,19 @@ func TestReloadDuringUpgrade(t *testing.T) {
 		superseded(t, first)
 		m.hears(t, os.Getpid(), said, "RELOADING=1", "MONOTONIC_USEC", "RELOADING=1", "MONOTONIC_USEC", main, "READY=1", "BARRIER=1")
 	})
-	t.Run("just refused", func(t *testing.T) {
-		// READY was said, and the upgrade is not over yet. Or it is: then this is one
-		// of its own.
-		m, socket := newManager(t), socketPath(t)
-		first := mustStart(t, managed(t, m, socket), nil)
+	t.Run("nothing more to say", func(t *testing.T) {
+		// The upgrade has said READY, and is not over yet.
+		m := newManager(t)
+		first := mustStart(t, managed(t, m, ""), nil)
 		said := m.started(t)
-		answered := make(chan struct{})
-		var once sync.Once
-		m.on("READY=1", func() {
-			once.Do(func() {
-				go func() {
-					defer close(answered)
-					_ = first.Upgrade(context.Background())
-				}()
-			})
-		})
-		h, err := New(testOptions(t, socket))
+		release, err := first.beginUpgrade()
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := h.Close(); err != nil {
-			t.Error(err)
-		}
-		within(t, "the answer", func() { <-answered })
-		settledUpgrade(t, first)
-		testutil.WaitFor(t, patience, func() bool {
-			lines := m.of(os.Getpid())[said:]
-			last := len(lines) - 1
-			return last >= 5 && lines[last] == "READY=1" && lines[last-1] == "MONOTONIC_USEC"
-		}, "RELOADING and READY")
+		reload(first.Handover)
+		m.hears(t, os.Getpid(), said, "RELOADING=1", "MONOTONIC_USEC")
+		release()
+		m.hears(t, os.Getpid(), said+2, "READY=1")
 	})
 	t.Run("successor is named", func(t *testing.T) {
 		// The manager listens to the successor only, which has to answer.

@@ -16,10 +16,13 @@ import (
 	"instar/internal/testutil"
 )
 
-// group sends a signal to all processes of the service. Those that the first one
-// started are in its process group.
+// group sends a signal to all processes of the service, which are in the process
+// group of the first one.
 func (s *service) group(first appEvent, sig syscall.Signal) {
 	s.t.Helper()
+	if !s.ownGroup {
+		s.t.Fatal("they are in the group of the test")
+	}
 	if err := syscall.Kill(-first.PID, sig); err != nil {
 		s.t.Fatal(err)
 	}
@@ -118,6 +121,7 @@ func TestSignalToStartingSuccessor(t *testing.T) {
 	for _, step := range []string{"hello", "manifest", "listening", "ready"} {
 		t.Run(step, func(t *testing.T) {
 			s := newService(t, appConfig{})
+			s.ownGroup = true
 			first := s.up()
 			held := s.held(2, step)
 			s.group(first, syscall.SIGHUP)
@@ -148,6 +152,7 @@ func TestSignalToStartingSuccessor(t *testing.T) {
 // that starts ignore it, and so there is one upgrade (E10).
 func TestSignalToGroup(t *testing.T) {
 	s := newService(t, appConfig{})
+	s.ownGroup = true
 	first := s.up()
 	// A client keeps the first one.
 	var conn net.Conn
