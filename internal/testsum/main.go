@@ -13,6 +13,8 @@ import (
 	"os/exec"
 	"slices"
 	"strings"
+
+	"instar/internal/testsum/summary"
 )
 
 func main() {
@@ -34,10 +36,12 @@ func run(args []string) (int, error) {
 	if err := cmd.Start(); err != nil {
 		return 1, err
 	}
-	s := newSummary(os.Stdout)
-	s.verbose = slices.Contains(args, "-v")
-	s.noSkip = os.Getenv("INSTAR_TEST_NO_SKIP") == "1"
-	readErr := s.read(stdout)
+	s := summary.New(os.Stdout)
+	s.Verbose = slices.Contains(args, "-v")
+	if os.Getenv("INSTAR_TEST_NO_SKIP") == "1" {
+		s.Refuse = summary.Unprivileged
+	}
+	readErr := s.Read(stdout)
 	waitErr := cmd.Wait()
 	if exit := (*exec.ExitError)(nil); waitErr != nil && !errors.As(waitErr, &exit) {
 		return 1, waitErr
@@ -46,8 +50,8 @@ func run(args []string) (int, error) {
 	if messages.Len() > 0 {
 		fmt.Fprintf(os.Stdout, "\n%s", messages.Bytes())
 	}
-	s.finish(!succeeded)
-	if readErr != nil || !succeeded || s.failed > 0 {
+	s.Finish(!succeeded)
+	if readErr != nil || !succeeded || s.Failed > 0 {
 		return 1, readErr
 	}
 	return 0, nil

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package summary
 
 import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 )
@@ -88,13 +87,15 @@ func sum(t *testing.T, noSkip bool, args ...string) (code int, out string) {
 		t.Fatalf("go test -json printed nothing: %v", err)
 	}
 	var b strings.Builder
-	s := newSummary(&b)
-	s.noSkip = noSkip
-	if err := s.read(strings.NewReader(string(events))); err != nil {
+	s := New(&b)
+	if noSkip {
+		s.Refuse = Unprivileged
+	}
+	if err := s.Read(strings.NewReader(string(events))); err != nil {
 		t.Fatal(err)
 	}
-	s.finish(err != nil)
-	return s.failed, b.String()
+	s.Finish(err != nil)
+	return s.Failed, b.String()
 }
 
 func TestSummary(t *testing.T) {
@@ -195,11 +196,11 @@ func TestSummary(t *testing.T) {
 // one.
 func TestNoEvents(t *testing.T) {
 	var b strings.Builder
-	s := newSummary(&b)
-	if err := s.read(strings.NewReader("go: no such module\n{\"other\":1}\nlast")); err != nil {
+	s := New(&b)
+	if err := s.Read(strings.NewReader("go: no such module\n{\"other\":1}\nlast")); err != nil {
 		t.Fatal(err)
 	}
-	s.finish(true)
+	s.Finish(true)
 	if got, want := b.String(), "go: no such module\n{\"other\":1}\nlast\n\nfailed:\n  the go command\n\n0 passed, 1 failed, 0 skipped\n"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
@@ -217,22 +218,6 @@ func TestSkipReason(t *testing.T) {
 	} {
 		if got := skipReason(output); got != want {
 			t.Errorf("%q: %q, want %q", output, got, want)
-		}
-	}
-}
-
-func TestWithPackages(t *testing.T) {
-	for _, tc := range []struct{ args, want []string }{
-		{nil, []string{"./..."}},
-		{[]string{"-race", "-shuffle=on"}, []string{"-race", "-shuffle=on", "./..."}},
-		{[]string{"-race", "./bpf"}, []string{"-race", "./bpf"}},
-		{[]string{"-run", "X"}, []string{"-run", "X", "./..."}},
-		{[]string{"-run", "X", "./bpf"}, []string{"-run", "X", "./bpf"}},
-		{[]string{"-shuffle", "on", "-count", "2"}, []string{"-shuffle", "on", "-count", "2", "./..."}},
-		{[]string{"-short", "-args", "-x"}, []string{"-short", "./...", "-args", "-x"}},
-	} {
-		if got := withPackages(tc.args); !slices.Equal(got, tc.want) {
-			t.Errorf("%q: %q, want %q", tc.args, got, tc.want)
 		}
 	}
 }

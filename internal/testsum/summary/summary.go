@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+// Package summary reads the events of go test -json and says what happened: a line for
+// each package, failures in full, and at the end what was skipped, and why.
+package summary
 
 import (
 	"bufio"
@@ -39,30 +41,35 @@ type pkg struct {
 	cached                  bool
 }
 
-type skip struct{ pkg, test, reason string }
+// Skip is a test that was skipped.
+type Skip struct{ Package, Test, Reason string }
 
-// summary counts tests. A test with subtests is counted through them; it
+// Summary counts tests. A test with subtests is counted through them; it
 // counts itself only where it fails and none of them does. A package that
 // fails with no failed test (it does not build, TestMain fails) counts as one.
-type summary struct {
-	w                       io.Writer
-	verbose                 bool // print the output of all tests
-	noSkip                  bool // a skip for a missing privilege is a failure
-	passed, failed, skipped int
+type Summary struct {
+	// Verbose prints the output of all tests.
+	Verbose bool
+	// Refuse says whether a skip is a failure. Default: none is.
+	Refuse func(Skip) bool
 
+	Passed, Failed, Skipped int
+	Skips                   []Skip   // those that are no failures
+	Failures                []string // packages and tests
+
+	w        io.Writer
 	packages map[string]*pkg
 	builds   map[string]*strings.Builder
-	skips    []skip
-	failures []string
 }
 
-func newSummary(w io.Writer) *summary {
-	return &summary{w: w, packages: map[string]*pkg{}, builds: map[string]*strings.Builder{}}
+// New returns a summary that prints to w.
+func New(w io.Writer) *Summary {
+	return &Summary{w: w, packages: map[string]*pkg{}, builds: map[string]*strings.Builder{}}
 }
 
-// read takes the output of go test -json to its end. Lines that are no events
+// Read takes the output of go test -json to its end. Lines that are no events
 // are printed.
-func (s *summary) read(r io.Reader) error {
+func (s *Summary) Read(r io.Reader) error {
 	lines := bufio.NewReader(r)
 	for {
 		line, err := lines.ReadBytes('\n')
@@ -83,7 +90,7 @@ func (s *summary) read(r io.Reader) error {
 	}
 }
 
-func (s *summary) add(e event) {
+func (s *Summary) add(e event) {
 	switch e.Action {
 	case "build-output":
 		b := s.builds[e.ImportPath]
@@ -129,8 +136,8 @@ func (p *pkg) start(name string) *test {
 	return t
 }
 
-func (s *summary) output(p *pkg, e event) {
-	if s.verbose || strings.HasPrefix(e.Test, "Benchmark") {
+func (s *Summary) output(p *pkg, e event) {
+	if s.Verbose || strings.HasPrefix(e.Test, "Benchmark") {
 		fmt.Fprint(s.w, e.Output)
 	}
 	if t := p.running[e.Test]; t != nil {
@@ -148,7 +155,10 @@ func (s *summary) output(p *pkg, e event) {
 // privilege finds reasons for a skip that no complete environment has.
 var privilege = regexp.MustCompile(`(?i)\broot\b|\bCAP_|capabilit|privilege|permission|permitted`)
 
-func (s *summary) endTest(p *pkg, pkgName, name, action string) {
+// Unprivileged says whether a test was skipped for want of a privilege.
+func Unprivileged(s Skip) bool { return privilege.MatchString(s.Reason) }
+
+func (s *Summary) endTest(p *pkg, pkgName, name, action string) {
 	t := p.running[name]
 	if t == nil {
 		t = p.start(name) // a benchmark has no run event
@@ -160,15 +170,15 @@ func (s *summary) endTest(p *pkg, pkgName, name, action string) {
 			p.passed++
 		}
 	case "skip":
-		reason := skipReason(t.output.String())
-		if s.noSkip && privilege.MatchString(reason) {
+		skip := Skip{pkgName, name, skipReason(t.output.String())}
+		if s.Refuse != nil && s.Refuse(skip) {
 			p.failed++
-			s.fail(pkgName, name, "may not be skipped here: "+reason+"\n")
+			s.fail(pkgName, name, "may not be skipped here: "+skip.Reason+"\n")
 			break
 		}
 		if counts {
 			p.skipped++
-			s.skips = append(s.skips, skip{pkgName, name, reason})
+			s.Skips = append(s.Skips, skip)
 		}
 	case "fail":
 		if counts || !t.subFailed {
@@ -184,8 +194,8 @@ func (s *summary) endTest(p *pkg, pkgName, name, action string) {
 	delete(p.running, name)
 }
 
-func (s *summary) fail(pkgName, name, output string) {
-	s.failures = append(s.failures, strings.TrimSpace(pkgName+" "+name))
+func (s *Summary) fail(pkgName, name, output string) {
+	s.Failures = append(s.Failures, strings.TrimSpace(pkgName+" "+name))
 	fmt.Fprintf(s.w, "\n=== FAIL: %s %s\n%s\n", pkgName, name, strings.TrimRight(output, "\n"))
 }
 
@@ -222,7 +232,7 @@ func skipReason(output string) string {
 	return reason
 }
 
-func (s *summary) endPackage(p *pkg, e event) {
+func (s *Summary) endPackage(p *pkg, e event) {
 	delete(s.packages, e.Package)
 	if e.Action == "fail" {
 		// A test that did not end: the process died in it, or ran out of time.
@@ -243,9 +253,9 @@ func (s *summary) endPackage(p *pkg, e event) {
 			fmt.Fprintf(s.w, "\n=== %s\n%s\n", e.Package, strings.TrimRight(output, "\n"))
 		}
 	}
-	s.passed += p.passed
-	s.failed += p.failed
-	s.skipped += p.skipped
+	s.Passed += p.passed
+	s.Failed += p.failed
+	s.Skipped += p.skipped
 	switch {
 	case e.Action == "skip":
 		fmt.Fprintf(s.w, "?     %s: no test files\n", e.Package)
@@ -267,27 +277,27 @@ func counts(passed, failed, skipped int) string {
 	return fmt.Sprintf("%d passed, %d failed, %d skipped", passed, failed, skipped)
 }
 
-// finish prints what was skipped and what failed, and the closing line. A go
+// Finish prints what was skipped and what failed, and the closing line. A go
 // command that failed without a failed test counts as a failure.
-func (s *summary) finish(commandFailed bool) {
+func (s *Summary) Finish(commandFailed bool) {
 	for name, p := range s.packages {
 		s.endPackage(p, event{Action: "fail", Package: name})
 	}
-	if commandFailed && s.failed == 0 {
-		s.failed++
-		s.failures = append(s.failures, "the go command")
+	if commandFailed && s.Failed == 0 {
+		s.Failed++
+		s.Failures = append(s.Failures, "the go command")
 	}
-	if len(s.skips) > 0 {
+	if len(s.Skips) > 0 {
 		fmt.Fprintf(s.w, "\nskipped:\n")
-		for _, k := range s.skips {
-			fmt.Fprintf(s.w, "  %s %s: %s\n", k.pkg, k.test, k.reason)
+		for _, k := range s.Skips {
+			fmt.Fprintf(s.w, "  %s %s: %s\n", k.Package, k.Test, k.Reason)
 		}
 	}
-	if len(s.failures) > 0 {
+	if len(s.Failures) > 0 {
 		fmt.Fprintf(s.w, "\nfailed:\n")
-		for _, f := range s.failures {
+		for _, f := range s.Failures {
 			fmt.Fprintf(s.w, "  %s\n", f)
 		}
 	}
-	fmt.Fprintf(s.w, "\n%s\n", counts(s.passed, s.failed, s.skipped))
+	fmt.Fprintf(s.w, "\n%s\n", counts(s.Passed, s.Failed, s.Skipped))
 }
