@@ -33,7 +33,8 @@ func newFlipper(t *testing.T, c Config) (g *group, words [2]uint64) {
 // in at full speed: each of them gets to one of the two generations.
 func TestFlipUnderTraffic(t *testing.T) {
 	needBPF(t)
-	const flips, atMost = 10_000, 1_000_000
+	const atMost = 1_000_000
+	flips := uint64(unlessShort(10_000, 20))
 	for _, steering := range []uint32{SteeringQUIC, SteeringStateless} {
 		t.Run(fmt.Sprint("steering ", steering), func(t *testing.T) {
 			g, words := newFlipper(t, configOf(steering))
@@ -66,7 +67,7 @@ func TestFlipUnderTraffic(t *testing.T) {
 			}()
 			// Two packets or more between two flips: each one is about to be
 			// sent, or steered, while another is stored.
-			for i := range uint64(flips) {
+			for i := range flips {
 				for sent.Load() < 2*i && sent.Load() < atMost {
 					select {
 					case err := <-failed:
@@ -105,7 +106,8 @@ func TestFlipUnderTraffic(t *testing.T) {
 // TestHandshakeOnTwoCPUs sends both packets of each handshake at the same time
 // while the active generation changes: they stay together.
 func TestHandshakeOnTwoCPUs(t *testing.T) {
-	const handshakes, senders = 5000, 2
+	const senders = 2
+	handshakes := unlessShort(5000, 10)
 	c := quicConfig
 	c.FlowEntries = 1 << 16 // nothing is pushed out
 	g, words := newFlipper(t, c)
@@ -135,7 +137,7 @@ func TestHandshakeOnTwoCPUs(t *testing.T) {
 			failed <- nil
 		}()
 	}
-	for i := 0; step.Load() < handshakes*senders; i++ {
+	for i := 0; step.Load() < int64(handshakes*senders); i++ {
 		atomic.StoreUint64(&g.control.Active, words[i%2])
 		runtime.Gosched()
 	}
@@ -158,7 +160,7 @@ func TestHandshakeOnTwoCPUs(t *testing.T) {
 	if split != 0 {
 		t.Errorf("%d of %d handshakes were split", split, handshakes)
 	}
-	slots.verdicts[VerdictNew], slots.verdicts[VerdictKnown] = handshakes, handshakes*(senders-1)
+	slots.verdicts[VerdictNew], slots.verdicts[VerdictKnown] = uint64(handshakes), uint64(handshakes*(senders-1))
 	if got := g.counted(); got != slots {
 		t.Errorf("counted %q, want %q", got, slots)
 	}

@@ -465,7 +465,7 @@ func TestDeadIDKeepsAffinity(t *testing.T) {
 // address: none is split.
 func TestAffinity(t *testing.T) {
 	needBPF(t)
-	const handshakes = 1000
+	handshakes := unlessShort(1000, 10)
 	for _, host := range []netip.Addr{loopback4, loopback6} {
 		t.Run(host.String(), func(t *testing.T) {
 			testutil.NetNS(t)
@@ -474,8 +474,9 @@ func TestAffinity(t *testing.T) {
 			for i := range dcids {
 				dcids[i] = g.random.octets(8 + i%13)
 			}
-			send := func(want string) map[int]connid.Handle {
+			send := func(counted string) map[int]connid.Handle {
 				t.Helper()
+				want := fmt.Sprintf(counted, handshakes)
 				before := g.counted()
 				for i, dcid := range dcids {
 					g.send(token(initial(dcid), i))
@@ -489,7 +490,7 @@ func TestAffinity(t *testing.T) {
 				}
 				return by
 			}
-			first := send("new=1000 slot1=1000")
+			first := send("new=%[1]d slot1=%[1]d")
 			for i, dcid := range dcids {
 				if want := connid.MakeHandle(slotActive, g.share(dcid, workersOfEach)); first[i] != want {
 					t.Errorf("handshake %d went to %v, its share is that of %v", i, first[i], want)
@@ -498,7 +499,7 @@ func TestAffinity(t *testing.T) {
 			g.setOrder(1, []uint8{slotNewer, slotActive, slotDraining}, []uint8{slotOlder})
 			g.activate(g.word(slotNewer, 1))
 			g.newClient()
-			second := send("known=1000 slot1=1000")
+			second := send("known=%[1]d slot1=%[1]d")
 			split := 0
 			for i := range dcids {
 				if first[i] != second[i] {
@@ -568,7 +569,8 @@ func (g *group) fromNewPorts(n int, datagram []byte) {
 // TestUniform spreads new flows over four workers.
 func TestUniform(t *testing.T) {
 	needBPF(t)
-	const workers, flows = 4, 8000
+	const workers = 4
+	flows := unlessShort(8000, 20)
 	for _, tc := range []struct {
 		name     string
 		steering uint32
@@ -579,14 +581,14 @@ func TestUniform(t *testing.T) {
 			for range flows {
 				g.send(longHeader(version1, g.random.octets(8)))
 			}
-		}, "new=8000 slot2=8000"},
+		}, "new=%d slot2=%d"},
 		{"unknown, by the sender's port", SteeringQUIC, func(g *group) {
 			g.fromNewPorts(flows, shortHeader(make([]byte, 20)))
-		}, "unknown=8000 slot2=8000"},
-		{"invalid, by the sender's port", SteeringQUIC, func(g *group) { g.fromNewPorts(flows, nil) }, "invalid=8000 slot2=8000"},
+		}, "unknown=%d slot2=%d"},
+		{"invalid, by the sender's port", SteeringQUIC, func(g *group) { g.fromNewPorts(flows, nil) }, "invalid=%d slot2=%d"},
 		{"stateless, by the sender's port", SteeringStateless, func(g *group) {
 			g.fromNewPorts(flows, []byte("query"))
-		}, "new=8000 slot2=8000"},
+		}, "new=%d slot2=%d"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			testutil.NetNS(t)
@@ -600,8 +602,8 @@ func TestUniform(t *testing.T) {
 				observed[r.by.Worker()]++
 			}
 			wantUniform(t, "flows of each worker", observed)
-			if got := g.counted().String(); got != tc.counted {
-				t.Errorf("counted %q, want %q", got, tc.counted)
+			if got, want := g.counted().String(), fmt.Sprintf(tc.counted, flows, flows); got != want {
+				t.Errorf("counted %q, want %q", got, want)
 			}
 		})
 	}
@@ -611,7 +613,7 @@ func TestUniform(t *testing.T) {
 // alone, the same to each; nobody else's share changes.
 func TestDeadWorkers(t *testing.T) {
 	needBPF(t)
-	const flows = 12000
+	flows := unlessShort(12000, 20)
 	for _, tc := range []struct {
 		workers int
 		dead    []uint8
