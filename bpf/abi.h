@@ -30,6 +30,7 @@ enum instar_steering {
 	INSTAR_STEERING_QUIC,
 	INSTAR_STEERING_STATELESS,
 	INSTAR_STEERING_FLOW,
+	INSTAR_STEERING_WIREGUARD,
 };
 
 /* When a flow is remembered. */
@@ -128,8 +129,8 @@ struct instar_control {
 	__u32 flow_entries;
 	__u32 prefix;
 	__u32 next_number;
-	/* Seconds after which a silent flow is forgotten, and enum instar_learning:
-	 * of flow steering. */
+	/* Seconds after which a silent flow, or a WireGuard index, is forgotten, and
+	 * enum instar_learning: of flow steering. */
 	__u16 flow_timeout;
 	__u8 flow_learning;
 	__u8 pad;
@@ -172,11 +173,12 @@ struct instar_peer {
 	__u16 pad;
 };
 
-/* Value of it. */
+/* Value of it, and of that of WireGuard steering, whose key is the receiver index. */
 struct instar_tracked {
 	/* Bits 0..31 number of the generation, 32..47 handle; one store changes both. */
 	__u64 owner;
-	/* CLOCK_MONOTONIC nanoseconds of a packet, refreshed once a second. */
+	/* CLOCK_MONOTONIC nanoseconds: of a packet, refreshed once a second; with
+	 * WireGuard, when the index was announced. */
 	__u64 seen;
 };
 

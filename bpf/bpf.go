@@ -28,7 +28,7 @@ type (
 	Flow = quicInstarFlow
 	// Peer is the key of the flow table of SteeringFlow.
 	Peer = flowInstarPeer
-	// Tracked is its value.
+	// Tracked is its value, and that of SteeringWireGuard, whose key is an index.
 	Tracked = flowInstarTracked
 	// Counters are one CPU's counters.
 	Counters = quicInstarCounters
@@ -53,6 +53,7 @@ const (
 	SteeringQUIC      = uint32(quicInstarSteeringINSTAR_STEERING_QUIC)
 	SteeringStateless = uint32(quicInstarSteeringINSTAR_STEERING_STATELESS)
 	SteeringFlow      = uint32(quicInstarSteeringINSTAR_STEERING_FLOW)
+	SteeringWireGuard = uint32(quicInstarSteeringINSTAR_STEERING_WIREGUARD)
 
 	LearningReceived = uint8(flowInstarLearningINSTAR_LEARNING_RECEIVED)
 	LearningAssured  = uint8(flowInstarLearningINSTAR_LEARNING_ASSURED)
@@ -100,8 +101,8 @@ type Config struct {
 	FlowEntries int
 	// Prefix is the length of connection-ID prefixes, PrefixMin to PrefixMax.
 	Prefix int
-	// FlowTimeout is when SteeringFlow forgets a silent flow, in seconds, 1 or more,
-	// and FlowLearning when it remembers one.
+	// FlowTimeout is when SteeringFlow forgets a silent flow, and SteeringWireGuard an
+	// index, in seconds, 1 or more; FlowLearning is when SteeringFlow remembers one.
 	FlowTimeout  uint16
 	FlowLearning uint8
 }
@@ -126,6 +127,8 @@ func Spec(c Config) (*ebpf.CollectionSpec, string, error) {
 		load, program = loadStateless, statelessProgStateless
 	case SteeringFlow:
 		load, program = loadFlow, flowProgFlow
+	case SteeringWireGuard:
+		load, program = loadWireguard, wireguardProgWireguard
 	default:
 		return nil, "", fmt.Errorf("%w %d", ErrSteering, c.Steering)
 	}
@@ -150,6 +153,8 @@ func Build(steering uint32) string {
 		object = _StatelessBytes
 	case SteeringFlow:
 		object = _FlowBytes
+	case SteeringWireGuard:
+		object = _WireguardBytes
 	default:
 		return ""
 	}
@@ -173,7 +178,7 @@ func configure(spec *ebpf.CollectionSpec, c Config) error {
 	if spec.Maps[MapFlows] != nil && c.FlowEntries < 1 {
 		return fmt.Errorf("%w: FlowEntries is %d, want 1 or more", ErrConfig, c.FlowEntries)
 	}
-	if c.Steering == SteeringFlow {
+	if c.Steering == SteeringFlow || c.Steering == SteeringWireGuard {
 		if c.FlowTimeout < 1 {
 			return fmt.Errorf("%w: FlowTimeout is 0 s, want 1 or more", ErrConfig)
 		}

@@ -26,12 +26,15 @@ var dataPlanes = map[string]struct {
 	"quic":      {loadQuic, SteeringQUIC, quicProgQuic},
 	"stateless": {loadStateless, SteeringStateless, statelessProgStateless},
 	"flow":      {loadFlow, SteeringFlow, flowProgFlow},
+	"wireguard": {loadWireguard, SteeringWireGuard, wireguardProgWireguard},
 }
 
 // flowTables are keys and values of the flow maps.
 var flowTables = map[uint32]map[string]reflect.Type{
 	SteeringQUIC: {"key": reflect.TypeFor[uint64](), "value": reflect.TypeFor[Flow]()},
 	SteeringFlow: {"key": reflect.TypeFor[Peer](), "value": reflect.TypeFor[Tracked]()},
+
+	SteeringWireGuard: {"key": reflect.TypeFor[uint32](), "value": reflect.TypeFor[Tracked]()},
 }
 
 // sameLayout reports where a Go type and a C type differ in size, offset or
@@ -275,7 +278,7 @@ func TestSpec(t *testing.T) {
 }
 
 func TestSpecErrors(t *testing.T) {
-	for _, steering := range []uint32{0, 4, 1 << 31} {
+	for _, steering := range []uint32{0, 5, 1 << 31} {
 		spec, program, err := Spec(Config{Steering: steering, MaxGenerations: 1, MaxWorkers: 1, FlowEntries: 1, Prefix: 8})
 		if !errors.Is(err, ErrSteering) || spec != nil || program != "" {
 			t.Errorf("steering %d: %v, %q, %v; want ErrSteering", steering, spec, program, err)

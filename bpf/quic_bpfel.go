@@ -123,6 +123,7 @@ const (
 	quicInstarSteeringINSTAR_STEERING_QUIC      quicInstarSteering = 1
 	quicInstarSteeringINSTAR_STEERING_STATELESS quicInstarSteering = 2
 	quicInstarSteeringINSTAR_STEERING_FLOW      quicInstarSteering = 3
+	quicInstarSteeringINSTAR_STEERING_WIREGUARD quicInstarSteering = 4
 )
 
 type quicInstarVerdict uint32

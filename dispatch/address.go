@@ -112,7 +112,7 @@ func (o Options) withDefaults() (Options, key, error) {
 		o.Steering = SteeringQUIC
 	}
 	if _, ok := steeringNames[o.Steering]; !ok {
-		return o, k, fmt.Errorf("%w: %v; this build has quic, stateless and flow", ErrOptions, o.Steering)
+		return o, k, fmt.Errorf("%w: %v; this build has quic, stateless, flow and wireguard", ErrOptions, o.Steering)
 	}
 	for _, n := range []struct {
 		name             string

@@ -34,6 +34,8 @@ var (
 	// ErrOccupied means that sockets which are not the group's hold its address
 	// or take part of its traffic.
 	ErrOccupied = errors.New("address is occupied")
+	// ErrConflict means that another generation has the WireGuard index.
+	ErrConflict = errors.New("index is in use")
 	// ErrState means that the generation's state does not allow it.
 	ErrState = errors.New("wrong state")
 	// ErrBusy means that another writer held the group's lock for too long.

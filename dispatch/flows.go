@@ -111,7 +111,7 @@ func (g *Group) eachFlow(f func(p bpf.Peer, t bpf.Tracked, live bool) bool) erro
 	for _, slot := range slots {
 		numbers[slot] = g.table.Slots[slot].Number
 	}
-	clock, timeout := now(), uint64(g.table.FlowTimeout)*uint64(time.Second)
+	clock, timeout := now(), g.flowTimeout()
 	var cursor ebpf.MapBatchCursor
 	keys, values := make([]bpf.Peer, lookupChunk), make([]bpf.Tracked, lookupChunk)
 	for {
@@ -137,6 +137,9 @@ func (g *Group) eachFlow(f func(p bpf.Peer, t bpf.Tracked, live bool) bool) erro
 		}
 	}
 }
+
+// flowTimeout is when an entry ends, in nanoseconds of the table's clock.
+func (g *Group) flowTimeout() uint64 { return uint64(g.table.FlowTimeout) * uint64(time.Second) }
 
 // Assure makes a peer's packets come to a worker of this generation until they were
 // silent for Options.FlowTimeout, whoever is active. Call it for a peer that has shown

@@ -35,7 +35,7 @@ var sentinels = map[string]error{
 	"closed": dispatch.ErrClosed, "not-exist": dispatch.ErrNotExist, "reinstated": dispatch.ErrReinstated,
 	"layout": dispatch.ErrLayout, "not-supported": dispatch.ErrNotSupported, "permission": dispatch.ErrPermission,
 	"service": dispatch.ErrService, "mismatch": dispatch.ErrMismatch, "occupied": dispatch.ErrOccupied,
-	"state": dispatch.ErrState, "busy": dispatch.ErrBusy, "options": dispatch.ErrOptions, "no-bpffs": dispatch.ErrNoBPFFS, "unread": dispatch.ErrUnread,
+	"state": dispatch.ErrState, "conflict": dispatch.ErrConflict, "busy": dispatch.ErrBusy, "options": dispatch.ErrOptions, "no-bpffs": dispatch.ErrNoBPFFS, "unread": dispatch.ErrUnread,
 }
 
 // kinds names the sentinels that an error wraps.

@@ -124,8 +124,11 @@ func initialise(p *pins, o Options, k key, prefix int) error {
 	t.MaxWorkers = uint32(o.Workers)
 	t.FlowEntries = uint32(o.FlowEntries)
 	t.Prefix = uint32(prefix)
+	if o.Steering == SteeringFlow || o.Steering == SteeringWireGuard {
+		t.FlowTimeout = uint16(o.FlowTimeout / time.Second)
+	}
 	if o.Steering == SteeringFlow {
-		t.FlowTimeout, t.FlowLearning = uint16(o.FlowTimeout/time.Second), uint8(o.FlowLearning)
+		t.FlowLearning = uint8(o.FlowLearning)
 	}
 	t.NextNumber = 1
 	setText(t.Service[:], o.Service)

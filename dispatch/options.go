@@ -69,9 +69,9 @@ type Options struct {
 	// Default 65,536. SteeringStateless has no such table.
 	FlowEntries int
 
-	// FlowTimeout is how long a flow may be silent until SteeringFlow forgets it, 1 s
-	// to 65,535 s, counted in seconds. Default 5 min. It counts when the group is
-	// created, as FlowLearning does.
+	// FlowTimeout is how long a flow may be silent until SteeringFlow forgets it, or how
+	// long SteeringWireGuard knows an index, 1 s to 65,535 s, counted in seconds. Default
+	// 5 min. It counts when the group is created, as FlowLearning does.
 	FlowTimeout time.Duration
 
 	// FlowLearning is when SteeringFlow remembers a flow. Default LearnReceived.

@@ -85,9 +85,15 @@ func openPins(at home) (p *pins, t table, err error) {
 	if err == nil && Steering(t.Steering) != SteeringStateless {
 		p.flows, err = at.openMap(pinFlows)
 	}
-	if err == nil && Steering(t.Steering) == SteeringFlow && (p.flows.KeySize() != uint32(unsafe.Sizeof(bpf.Peer{})) ||
-		p.flows.ValueSize() != uint32(unsafe.Sizeof(bpf.Tracked{}))) {
-		err = damaged(at, "pin %q has keys of %d and values of %d bytes", pinFlows, p.flows.KeySize(), p.flows.ValueSize())
+	if err == nil && p.flows != nil {
+		sizes := map[Steering][2]uintptr{
+			SteeringQUIC:      {8, unsafe.Sizeof(bpf.Flow{})},
+			SteeringFlow:      {unsafe.Sizeof(bpf.Peer{}), unsafe.Sizeof(bpf.Tracked{})},
+			SteeringWireGuard: {4, unsafe.Sizeof(bpf.Tracked{})},
+		}[Steering(t.Steering)]
+		if k, v := uintptr(p.flows.KeySize()), uintptr(p.flows.ValueSize()); k != sizes[0] || v != sizes[1] {
+			err = damaged(at, "pin %q has keys of %d and values of %d bytes", pinFlows, k, v)
+		}
 	}
 	if err != nil {
 		t.unmap()

@@ -21,12 +21,17 @@ const (
 	// SteeringFlow gives all packets of one sender, an address and port, to the process
 	// that got the first of them: protocols that name no session.
 	SteeringFlow = Steering(bpf.SteeringFlow)
+	// SteeringWireGuard gives a handshake's first message to the active generation, and
+	// every other one to the generation that announced the index which it names
+	// ([Generation.OwnIndex]).
+	SteeringWireGuard = Steering(bpf.SteeringWireGuard)
 )
 
 var steeringNames = map[Steering]string{
 	SteeringQUIC:      "quic",
 	SteeringStateless: "stateless",
 	SteeringFlow:      "flow",
+	SteeringWireGuard: "wireguard",
 }
 
 func (s Steering) String() string {
@@ -43,5 +48,5 @@ func ParseSteering(name string) (Steering, error) {
 			return s, nil
 		}
 	}
-	return 0, fmt.Errorf("%w: steering %q; this build has quic, stateless and flow", ErrOptions, name)
+	return 0, fmt.Errorf("%w: steering %q; this build has quic, stateless, flow and wireguard", ErrOptions, name)
 }

@@ -73,7 +73,7 @@ type Snapshot struct {
 	Address string `json:"address"`
 	Device  string `json:"device,omitempty"`
 	Service string `json:"service"`
-	// Steering is the data plane's name, "quic", "stateless" or "flow".
+	// Steering is the data plane's name, "quic", "stateless", "flow" or "wireguard".
 	Steering string `json:"steering"`
 	// Layout is the version of the maps; Program the build of the kernel
 	// program that is pinned for the group.
@@ -84,7 +84,8 @@ type Snapshot struct {
 	MaxGenerations int    `json:"max_generations"`
 	MaxWorkers     int    `json:"max_workers"`
 	FlowEntries    int    `json:"flow_entries"`
-	// FlowTimeout, in seconds, and FlowLearning, "received" or "assured", are of "flow".
+	// FlowTimeout, in seconds, is of "flow" and "wireguard", FlowLearning, "received" or
+	// "assured", of "flow".
 	FlowTimeout  int    `json:"flow_timeout_s,omitempty"`
 	FlowLearning string `json:"flow_learning,omitempty"`
 	// Generations holds all that are not gone, in the order of last resort:

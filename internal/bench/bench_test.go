@@ -74,7 +74,7 @@ func TestReport(t *testing.T) {
 	want := []string{
 		"empty: any: ", "select: any: ", "stateless: any: new", "quic: short header, our ID: owner",
 		"quic: short header, unknown ID: unknown", "quic: Initial, known: known", "quic: Initial, new: new",
-		"flow: known: known", "flow: known, one of a million: known",
+		"flow: known: known", "flow: known, one of a million: known", "wireguard: data, known index: known",
 	}
 	if !slices.Equal(rows, want) {
 		t.Errorf("packet costs: %q, want %q", rows, want)
@@ -87,7 +87,7 @@ func TestReport(t *testing.T) {
 			t.Errorf("program: %+v", p)
 		}
 	}
-	if want := []string{"stateless", "quic", "flow"}; !slices.Equal(rows, want) {
+	if want := []string{"stateless", "quic", "flow", "wireguard"}; !slices.Equal(rows, want) {
 		t.Errorf("programs: %q, want %q", rows, want)
 	}
 

@@ -166,6 +166,10 @@ func costRows(root string) (rows []row, closeAll func() error, err error) {
 	if err != nil {
 		return nil, closeAll, err
 	}
+	wireguard, err := keep(newInstar(root, "127.0.0.1:4008", dispatch.SteeringWireGuard))
+	if err != nil {
+		return nil, closeAll, err
+	}
 
 	plain, err := plainTraffic()
 	err = add(emptyName, anyPackets, "", empty, plain, err)
@@ -196,6 +200,10 @@ func costRows(root string) (rows []row, closeAll func() error, err error) {
 	}
 	if err == nil {
 		err = add("flow", crowdedFlow, name(bpf.VerdictKnown), crowd, plain, nil)
+	}
+	if err == nil {
+		t, e := indexTraffic(wireguard.generation, workers)
+		err = add("wireguard", "data, known index", name(bpf.VerdictKnown), wireguard, t, e)
 	}
 	if err != nil {
 		return nil, closeAll, err

@@ -106,3 +106,20 @@ func initialTraffic(fresh bool) (*traffic, error) {
 		return nil
 	})
 }
+
+// indexTraffic has WireGuard data messages to an index of each of the generation's
+// workers in turn.
+func indexTraffic(n *dispatch.Generation, workers int) (*traffic, error) {
+	for i := range workers {
+		if err := n.OwnIndex(i, uint32(i)); err != nil {
+			return nil, err
+		}
+	}
+	worker := 0
+	return newTraffic(false, func(b []byte) error {
+		b[0] = 4
+		b[4] = byte(worker % workers)
+		worker++
+		return nil
+	})
+}

@@ -64,7 +64,7 @@ type Program struct {
 // measurePrograms loads the data plane of each steering, at the default sizes.
 func measurePrograms() ([]Program, error) {
 	var programs []Program
-	for _, s := range []dispatch.Steering{dispatch.SteeringStateless, dispatch.SteeringQUIC, dispatch.SteeringFlow} {
+	for _, s := range []dispatch.Steering{dispatch.SteeringStateless, dispatch.SteeringQUIC, dispatch.SteeringFlow, dispatch.SteeringWireGuard} {
 		p, err := measureProgram(s)
 		if err != nil {
 			return nil, fmt.Errorf("load program %s: %w", s, err)

@@ -67,7 +67,7 @@ standard error.`,
 	f.StringVar(&o.Service, "service", "", "the `name` under which the server joins: its Options.Service")
 	f.StringVar(&o.Network, "network", "udp", "the `kind` of sockets: udp, udp4 or udp6")
 	f.StringVar(&o.Device, "device", "", "the network `device` that the sockets are bound to")
-	f.StringVar(&steering, "steering", "quic", "the `kind` of steering: quic, stateless for DNS and the like, or flow, by the sender's address")
+	f.StringVar(&steering, "steering", "quic", "the `kind` of steering: quic, stateless for DNS and the like, flow, by the sender's address, or wireguard")
 	f.IntVar(&o.MaxGenerations, "max-generations", dispatch.DefaultMaxGenerations, "room for `n` generations at the same time, 2 to 256")
 	f.IntVar(&o.Workers, "workers", dispatch.DefaultWorkers, "room for `n` sockets of each generation, 1 to 256")
 	f.IntVar(&o.FlowEntries, "flow-entries", dispatch.DefaultFlowEntries, "room for `n` remembered flows, 64 to 16777216")
