@@ -188,7 +188,11 @@ func TestTakeover(t *testing.T) {
 // a successor that does not want it leaves everything as it was.
 func TestState(t *testing.T) {
 	socket := socketPath(t)
-	big := bytes.Repeat([]byte("0123456789abcdef"), 100<<20/16)
+	size := 100 << 20
+	if testing.Short() {
+		size = 10 << 20
+	}
+	big := bytes.Repeat([]byte("0123456789abcdef"), size/16)
 	first := mustStart(t, testOptions(t, socket), func(g *generation) {
 		g.OnHandover(func(_ context.Context, w io.Writer) error {
 			_, err := w.Write(big)
