@@ -250,6 +250,7 @@ func FuzzParseFrame(f *testing.F) {
 		}
 		_, _ = decode[hello](got)
 		_, _ = decode[stateEnd](got)
+		_, _ = decode[final](got)
 		_, _ = decode[request](got)
 		_, _ = decode[result](got)
 		_, _ = decode[refusal](got)
