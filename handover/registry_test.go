@@ -362,7 +362,8 @@ func TestWhoUnlinks(t *testing.T) {
 	superseded(t, first)
 	settled(t, second)
 	first.stop()
-	there("a", "b", "control", "d1", "d2")
+	open(second, "d4", "e") // while it serves
+	there("a", "b", "control", "d1", "d2", "d4", "e")
 	second.stop()
 	there()
 }
