@@ -15,6 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"instar/internal/bpffs"
+	"instar/internal/capset"
+	"instar/internal/kernel"
 )
 
 // groupPrefix starts the name of every group, asidePrefix that of a folder that is
@@ -130,6 +132,10 @@ func explainPin(dir, name string, err error) error {
 	case errors.Is(err, fs.ErrNotExist):
 		return fmt.Errorf("open group %s: pin %q is missing: %w; "+
 			"if no server uses the group, remove what is left with: instar forget %s", dir, name, ErrNotExist, dir)
+	case errors.Is(err, fs.ErrPermission) && ownerOf(dir) == fmt.Sprint(os.Geteuid()) && bpfIsPrivileged():
+		return fmt.Errorf("open group %s: pin %q: %w: kernel.unprivileged_bpf_disabled is set, which before Linux %v keeps "+
+			"processes without CAP_BPF from all maps; set it to 0, or add CAP_BPF (a unit's AmbientCapabilities=)",
+			dir, name, ErrPermission, ownMaps)
 	case errors.Is(err, fs.ErrPermission):
 		return fmt.Errorf("open group %s: pin %q: %w for uid %d; "+
 			"the group's owner is uid %s: run as that user, or give the group to this one with: instar prepare --owner USER --service SERVICE ADDRESS",
@@ -138,6 +144,24 @@ func explainPin(dir, name string, err error) error {
 		return fmt.Errorf("open group %s: pin %q: %w", dir, name, err)
 	}
 	return nil
+}
+
+// ownMaps lets unprivileged processes use maps that they may open, whatever
+// kernel.unprivileged_bpf_disabled is.
+var ownMaps = kernel.Version{Major: 5, Minor: 19}
+
+// bpfIsPrivileged says whether the kernel refuses bpf(2) to this process, although the
+// group may be its own.
+func bpfIsPrivileged() bool {
+	if v, err := kernel.Current(); err != nil || v.AtLeast(ownMaps) {
+		return false
+	}
+	set, err := capset.Effective()
+	if err != nil || set.Has(capset.BPF) || set.Has(capset.SysAdmin) {
+		return false
+	}
+	setting, err := os.ReadFile("/proc/sys/kernel/unprivileged_bpf_disabled")
+	return err == nil && strings.TrimSpace(string(setting)) != "0"
 }
 
 func ownerOf(path string) string {

@@ -72,17 +72,17 @@ func explainLoad(err error) error {
 			ErrNotSupported, v, oldestKernel, answer(err))
 	}
 	if errors.Is(err, unix.EPERM) {
+		if e := lacksMemory(answer(err)); e != nil {
+			return e
+		}
 		if e := features.HaveMapType(ebpf.Array); e != nil {
 			return fmt.Errorf("%w: the capabilities are there but bpf(2) is refused (%w); a seccomp filter "+
 				"(container runtimes have one), a security module, or a user namespace without a BPF token forbids it: "+
 				"allow bpf(2) there, or make the group outside with: instar prepare --owner USER --service SERVICE ADDRESS",
 				ErrPermission, answer(e))
 		}
-		cure := "a security module forbids networking programs: allow them"
-		if v, e := kernel.Current(); e != nil || !v.AtLeast(ownMemlock) {
-			cure = "raise RLIMIT_MEMLOCK, or look for a security module that forbids networking programs"
-		}
-		return fmt.Errorf("%w: maps can be created but not the program (%w); %s", ErrPermission, answer(err), cure)
+		return fmt.Errorf("%w: maps can be created but not the program (%w); a security module forbids networking programs: allow them",
+			ErrPermission, answer(err))
 	}
 	return fmt.Errorf("load data plane: %w", err)
 }
@@ -94,6 +94,21 @@ func answer(err error) error {
 		return errno
 	}
 	return err
+}
+
+// lacksMemory tells of the limit that bounds maps and programs before ownMemlock, where
+// this process could not raise it.
+func lacksMemory(cause error) error {
+	v, err := kernel.Current()
+	if err != nil || v.AtLeast(ownMemlock) {
+		return nil
+	}
+	var limit unix.Rlimit
+	if unix.Getrlimit(unix.RLIMIT_MEMLOCK, &limit) != nil || limit.Cur == unix.RLIM_INFINITY {
+		return nil
+	}
+	return fmt.Errorf("%w: Linux %v counts maps and programs as locked memory, of which this process may have %d bytes (%w); "+
+		"raise RLIMIT_MEMLOCK (a unit's LimitMEMLOCK=infinity), or add CAP_SYS_RESOURCE", ErrPermission, v, limit.Cur, cause)
 }
 
 // lacksCapabilities names what this process lacks for making a group.

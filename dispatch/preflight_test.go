@@ -18,6 +18,7 @@ import (
 	"unsafe"
 
 	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/rlimit"
 	"golang.org/x/sys/unix"
 
 	"instar/bpf"
@@ -227,6 +228,9 @@ func TestNoRights(t *testing.T) {
 // to the kernel's answer would have people look for another cause.
 func TestRefusedLoadIsOneLine(t *testing.T) {
 	testutil.Need(t, capset.BPF, capset.NetAdmin, capset.Perfmon)
+	if err := rlimit.RemoveMemlock(); err != nil { // before 5.11 it would be the reason
+		t.Fatal(err)
+	}
 	err := dispatch.ExplainLoad(fmt.Errorf("program quic: load program: %w (MEMLOCK may be too low, consider rlimit.RemoveMemlock)\n\tlog", unix.EPERM))
 	wantRefused(t, "load", err, "permission", "maps can be created but not the program (operation not permitted); ", "security module")
 	if text := err.Error(); strings.Contains(text, "MEMLOCK may") || strings.Contains(text, "\n") {
