@@ -31,6 +31,18 @@ enum instar_steering {
 	INSTAR_STEERING_STATELESS,
 	INSTAR_STEERING_FLOW,
 	INSTAR_STEERING_WIREGUARD,
+	INSTAR_STEERING_CUSTOM,
+};
+
+/*
+ * What a dissector of custom steering returns. Up to 0xffff: the cookie of a worker,
+ * as a packet brings it back. With the highest bit: a key of a flow, whose first packet
+ * goes to the active generation and whose later ones follow it. Everything else: of
+ * nobody, for the active generation.
+ */
+enum instar_dissected {
+	INSTAR_DISSECTED_COOKIES = 1 << 16,
+	INSTAR_DISSECTED_KEY_BIT = 63,
 };
 
 /* When a flow is remembered. */

@@ -54,6 +54,11 @@ const (
 	SteeringStateless = uint32(quicInstarSteeringINSTAR_STEERING_STATELESS)
 	SteeringFlow      = uint32(quicInstarSteeringINSTAR_STEERING_FLOW)
 	SteeringWireGuard = uint32(quicInstarSteeringINSTAR_STEERING_WIREGUARD)
+	SteeringCustom    = uint32(quicInstarSteeringINSTAR_STEERING_CUSTOM)
+
+	// DissectedCookies is the first number that is no cookie; DissectedKey marks a key.
+	DissectedCookies = uint64(customInstarDissectedINSTAR_DISSECTED_COOKIES)
+	DissectedKey     = uint64(1) << customInstarDissectedINSTAR_DISSECTED_KEY_BIT
 
 	LearningReceived = uint8(flowInstarLearningINSTAR_LEARNING_RECEIVED)
 	LearningAssured  = uint8(flowInstarLearningINSTAR_LEARNING_ASSURED)
@@ -105,6 +110,8 @@ type Config struct {
 	// index, in seconds, 1 or more; FlowLearning is when SteeringFlow remembers one.
 	FlowTimeout  uint16
 	FlowLearning uint8
+	// Dissector is the function of SteeringCustom.
+	Dissector *Dissector
 }
 
 // ErrConfig means that a group cannot have these sizes.
@@ -129,6 +136,8 @@ func Spec(c Config) (*ebpf.CollectionSpec, string, error) {
 		load, program = loadFlow, flowProgFlow
 	case SteeringWireGuard:
 		load, program = loadWireguard, wireguardProgWireguard
+	case SteeringCustom:
+		load, program = loadCustom, customProgCustom
 	default:
 		return nil, "", fmt.Errorf("%w %d", ErrSteering, c.Steering)
 	}
@@ -139,12 +148,18 @@ func Spec(c Config) (*ebpf.CollectionSpec, string, error) {
 	if err := configure(spec, c); err != nil {
 		return nil, "", err
 	}
+	if c.Steering == SteeringCustom {
+		if err := link(spec, program, c.Dissector); err != nil {
+			return nil, "", err
+		}
+	}
 	return spec, program, nil
 }
 
 // Build names the program that this build carries for a steering: the start of
-// the SHA-256 of its object, "" for a steering that it does not know.
-func Build(steering uint32) string {
+// the SHA-256 of its object and its dissector, if it has one; "" for a steering that it
+// does not know.
+func Build(steering uint32, d *Dissector) string {
 	var object []byte
 	switch steering {
 	case SteeringQUIC:
@@ -155,11 +170,17 @@ func Build(steering uint32) string {
 		object = _FlowBytes
 	case SteeringWireGuard:
 		object = _WireguardBytes
+	case SteeringCustom:
+		object = _CustomBytes
 	default:
 		return ""
 	}
-	sum := sha256.Sum256(object)
-	return hex.EncodeToString(sum[:6])
+	h := sha256.New()
+	h.Write(object)
+	if d != nil {
+		h.Write(d.Source)
+	}
+	return hex.EncodeToString(h.Sum(nil)[:6])
 }
 
 func configure(spec *ebpf.CollectionSpec, c Config) error {

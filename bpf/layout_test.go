@@ -27,6 +27,7 @@ var dataPlanes = map[string]struct {
 	"stateless": {loadStateless, SteeringStateless, statelessProgStateless},
 	"flow":      {loadFlow, SteeringFlow, flowProgFlow},
 	"wireguard": {loadWireguard, SteeringWireGuard, wireguardProgWireguard},
+	"custom":    {loadCustom, SteeringCustom, customProgCustom},
 }
 
 // flowTables are keys and values of the flow maps.
@@ -34,6 +35,7 @@ var flowTables = map[uint32]map[string]reflect.Type{
 	SteeringQUIC: {"key": reflect.TypeFor[uint64](), "value": reflect.TypeFor[Flow]()},
 	SteeringFlow: {"key": reflect.TypeFor[Peer](), "value": reflect.TypeFor[Tracked]()},
 
+	SteeringCustom:    {"key": reflect.TypeFor[uint64](), "value": reflect.TypeFor[Flow]()},
 	SteeringWireGuard: {"key": reflect.TypeFor[uint32](), "value": reflect.TypeFor[Tracked]()},
 }
 
@@ -223,7 +225,7 @@ var layouts = map[uint32]map[string]string{
 // TestSpec sets what the group asks for.
 func TestSpec(t *testing.T) {
 	for name, o := range dataPlanes {
-		c := Config{Steering: o.steering, MaxGenerations: 6, MaxWorkers: 40, FlowEntries: 12345, Prefix: 11, FlowTimeout: 7, FlowLearning: LearningAssured}
+		c := Config{Steering: o.steering, MaxGenerations: 6, MaxWorkers: 40, FlowEntries: 12345, Prefix: 11, FlowTimeout: 7, FlowLearning: LearningAssured, Dissector: constant(1 << 62)}
 		spec, program, err := Spec(c)
 		if err != nil {
 			t.Fatal(err)
@@ -271,14 +273,14 @@ func TestSpec(t *testing.T) {
 				t.Errorf("%s: %s is a %v, want %v", name, m, got, want)
 			}
 		}
-		if again, _, err := Spec(Config{Steering: o.steering, MaxGenerations: 1, MaxWorkers: 1, FlowEntries: 1, Prefix: 8, FlowTimeout: 1}); err != nil || spec.Maps[MapSockets].MaxEntries != 240 || again.Maps[MapSockets].MaxEntries != 1 {
+		if again, _, err := Spec(Config{Steering: o.steering, MaxGenerations: 1, MaxWorkers: 1, FlowEntries: 1, Prefix: 8, FlowTimeout: 1, Dissector: constant(1 << 62)}); err != nil || spec.Maps[MapSockets].MaxEntries != 240 || again.Maps[MapSockets].MaxEntries != 1 {
 			t.Errorf("%s: a second Spec changed the first (%v)", name, err)
 		}
 	}
 }
 
 func TestSpecErrors(t *testing.T) {
-	for _, steering := range []uint32{0, 5, 1 << 31} {
+	for _, steering := range []uint32{0, 6, 1 << 31} {
 		spec, program, err := Spec(Config{Steering: steering, MaxGenerations: 1, MaxWorkers: 1, FlowEntries: 1, Prefix: 8})
 		if !errors.Is(err, ErrSteering) || spec != nil || program != "" {
 			t.Errorf("steering %d: %v, %q, %v; want ErrSteering", steering, spec, program, err)
@@ -342,7 +344,7 @@ func TestVerifierCost(t *testing.T) {
 			{MaxGenerations: 256, MaxWorkers: 256, Prefix: PrefixMin},
 			{MaxGenerations: 8, MaxWorkers: 1, Prefix: PrefixMax},
 		} {
-			c.Steering, c.FlowEntries, c.FlowTimeout = o.steering, 1024, 60
+			c.Steering, c.FlowEntries, c.FlowTimeout, c.Dissector = o.steering, 1024, 60, constant(1<<62)
 			spec, program, err := Spec(c)
 			if err != nil {
 				t.Fatal(err)

@@ -20,6 +20,7 @@ struct instar_enums {
 	enum instar_verdict verdict;
 	enum instar_stage stage;
 	enum instar_learning learning;
+	enum instar_dissected dissected;
 };
 const volatile struct instar_enums enums;
 

@@ -11,18 +11,10 @@
 #include <bpf/bpf_helpers.h>
 
 #include "abi.h"
+#include "affine.h"
 #include "maps.h"
 #include "quic.h"
 #include "select.h"
-
-/* Keyed hash of a client-chosen connection ID -> who has the handshake.
- * Written by the packet path. Shared by all CPUs. */
-struct {
-	__uint(type, BPF_MAP_TYPE_LRU_HASH);
-	__type(key, __u64);
-	__type(value, struct instar_flow);
-	__uint(max_entries, 64);
-} flows SEC(".maps");
 
 /* The first bytes of the payload. The packet starts at its UDP header. */
 static __always_inline bool load_head(struct sk_reuseport_md *ctx, struct quic_head *h)
@@ -47,49 +39,6 @@ static __always_inline bool load_head(struct sk_reuseport_md *ctx, struct quic_h
 	asm volatile("" : "+r"(len));
 	len = ((len - 1) & (QUIC_HEAD - 1)) + 1;
 	return bpf_skb_load_bytes(ctx, sizeof(struct udphdr), h->w, len) == 0;
-}
-
-/* A long header whose DCID names nobody alive. */
-__noinline int handshake(struct sk_reuseport_md *ctx, __u64 key)
-{
-	struct instar_flow *known, flow = {};
-	struct instar_counters *c = counters();
-	int chosen;
-
-	if (!c)
-		return SK_DROP;
-
-	known = bpf_map_lookup_elem(&flows, &key);
-	if (known) {
-		__u32 slot = known->handle >> 8, worker = known->handle & 0xff;
-
-		if (control.slots[slot & 0xff].number == known->generation &&
-		    select_socket(ctx, slot, worker))
-			return passed(c, INSTAR_VERDICT_KNOWN, slot);
-	}
-
-	chosen = select_active(ctx, key >> 32);
-	if (chosen < 0)
-		return finish(c, INSTAR_VERDICT_DROP, chosen);
-	flow.handle = chosen;
-	flow.generation = control.slots[flow.handle >> 8].number;
-	if (known) {
-		bpf_map_update_elem(&flows, &key, &flow, BPF_ANY);
-		return finish(c, INSTAR_VERDICT_NEW, chosen);
-	}
-	if (bpf_map_update_elem(&flows, &key, &flow, BPF_NOEXIST) == 0)
-		return finish(c, INSTAR_VERDICT_NEW, chosen);
-
-	/* Another CPU was faster with a packet of the same handshake: its choice
-	 * holds. */
-	known = bpf_map_lookup_elem(&flows, &key);
-	if (known) {
-		__u32 slot = known->handle >> 8, worker = known->handle & 0xff;
-
-		if (select_socket(ctx, slot, worker))
-			return passed(c, INSTAR_VERDICT_KNOWN, slot);
-	}
-	return finish(c, INSTAR_VERDICT_NEW, chosen);
 }
 
 SEC("sk_reuseport")
@@ -119,11 +68,11 @@ int quic(struct sk_reuseport_md *ctx)
 		if (select_socket(ctx, class.slot, class.worker))
 			return passed(c, INSTAR_VERDICT_OWNER, class.slot);
 		if (class.is_long)
-			return handshake(ctx, quic_affinity(&head, &secrets));
+			return affine(ctx, quic_affinity(&head, &secrets));
 		verdict = INSTAR_VERDICT_ORPHAN;
 		break;
 	case QUIC_FOREIGN_LONG:
-		return handshake(ctx, quic_affinity(&head, &secrets));
+		return affine(ctx, quic_affinity(&head, &secrets));
 	case QUIC_FOREIGN_SHORT:
 		verdict = INSTAR_VERDICT_UNKNOWN;
 		break;

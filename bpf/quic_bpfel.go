@@ -124,6 +124,7 @@ const (
 	quicInstarSteeringINSTAR_STEERING_STATELESS quicInstarSteering = 2
 	quicInstarSteeringINSTAR_STEERING_FLOW      quicInstarSteering = 3
 	quicInstarSteeringINSTAR_STEERING_WIREGUARD quicInstarSteering = 4
+	quicInstarSteeringINSTAR_STEERING_CUSTOM    quicInstarSteering = 5
 )
 
 type quicInstarVerdict uint32

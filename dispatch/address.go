@@ -112,7 +112,10 @@ func (o Options) withDefaults() (Options, key, error) {
 		o.Steering = SteeringQUIC
 	}
 	if _, ok := steeringNames[o.Steering]; !ok {
-		return o, k, fmt.Errorf("%w: %v; this build has quic, stateless, flow and wireguard", ErrOptions, o.Steering)
+		return o, k, fmt.Errorf("%w: %v; this build has quic, stateless, flow, wireguard and custom", ErrOptions, o.Steering)
+	}
+	if o.Dissector != nil && o.Steering != SteeringCustom {
+		return o, k, fmt.Errorf("%w: a Dissector is of SteeringCustom and the steering is %s", ErrOptions, o.Steering)
 	}
 	for _, n := range []struct {
 		name             string

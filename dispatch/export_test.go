@@ -93,7 +93,7 @@ func (t Table) Change(slots []uint8, activated int) {
 func (t Table) State(slot uint8, number uint32) State { return t.state(slot, number) }
 
 // ProgramBuild is the build of the program that this library carries.
-func ProgramBuild(s Steering) string { return bpf.Build(uint32(s)) }
+func ProgramBuild(s Steering) string { return bpf.Build(uint32(s), nil) }
 
 // FolderName is the name of a group's folder.
 func FolderName(o Options) (string, error) {

@@ -35,6 +35,7 @@ type Group struct {
 	secrets   bpf.Secrets
 	codec     *connid.Codec
 	build     string
+	dissector *Dissector
 
 	allowOverlap  bool
 	receiveBuffer int
@@ -225,6 +226,7 @@ func (g *Group) adopt(o Options, prefix int) error {
 			g.key, ErrMismatch, g.table.Prefix, prefix, g.home.remedy())
 	}
 	g.build = o.Build
+	g.dissector = o.Dissector
 	g.allowOverlap = o.AllowOverlap
 	g.receiveBuffer = o.ReceiveBuffer
 	g.log = logger(o)

@@ -36,7 +36,11 @@ func load(o Options, prefix int) (*pins, error) {
 		Prefix:         prefix,
 		FlowTimeout:    uint16(o.FlowTimeout / time.Second),
 		FlowLearning:   uint8(o.FlowLearning),
+		Dissector:      o.Dissector.forLinking(),
 	})
+	if errors.Is(err, bpf.ErrDissector) {
+		err = fmt.Errorf("%w: Dissector: %w", ErrOptions, err)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("create group: %w", err)
 	}
@@ -150,7 +154,7 @@ func initialise(p *pins, o Options, k key, prefix int) error {
 	setText(t.Network[:], k.network)
 	setText(t.Address[:], k.addr.String())
 	setText(t.Device[:], k.device)
-	setText(t.Program[:], bpf.Build(uint32(o.Steering)))
+	setText(t.Program[:], bpf.Build(uint32(o.Steering), o.Dissector.forLinking()))
 
 	var secrets bpf.Secrets
 	if _, err := rand.Read(secrets.Master[:]); err != nil {

@@ -77,6 +77,10 @@ type Options struct {
 	// FlowLearning is when SteeringFlow remembers a flow. Default LearnReceived.
 	FlowLearning Learning
 
+	// Dissector is the function of SteeringCustom. It counts when the group is created,
+	// and for Group.UpgradeProgram. Default none, which opens a group that exists.
+	Dissector *Dissector
+
 	// LoadBalancer puts a QUIC-LB identifier in front of ours, so that an outer
 	// layer-4 balancer finds the host. All generations of a group need the same
 	// prefix length. Default none.

@@ -90,6 +90,7 @@ func openPins(at home) (p *pins, t table, err error) {
 			SteeringQUIC:      {8, unsafe.Sizeof(bpf.Flow{})},
 			SteeringFlow:      {unsafe.Sizeof(bpf.Peer{}), unsafe.Sizeof(bpf.Tracked{})},
 			SteeringWireGuard: {4, unsafe.Sizeof(bpf.Tracked{})},
+			SteeringCustom:    {8, unsafe.Sizeof(bpf.Flow{})},
 		}[Steering(t.Steering)]
 		if k, v := uintptr(p.flows.KeySize()), uintptr(p.flows.ValueSize()); k != sizes[0] || v != sizes[1] {
 			err = damaged(at, "pin %q has keys of %d and values of %d bytes", pinFlows, k, v)

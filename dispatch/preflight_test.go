@@ -57,7 +57,7 @@ func TestOptionsAreChecked(t *testing.T) {
 		{"device with a slash", dispatch.Options{Device: "a/b"}, []string{"no name of a network device"}},
 		{"service of 64 bytes", dispatch.Options{Service: strings.Repeat("s", 64)}, []string{"service", "63 bytes"}},
 		{"service of two lines", dispatch.Options{Service: "a\nb"}, []string{"line break"}},
-		{"unknown steering", dispatch.Options{Steering: 99}, []string{"steering 99", "quic, stateless, flow and wireguard"}},
+		{"unknown steering", dispatch.Options{Steering: 99}, []string{"steering 99", "quic, stateless, flow, wireguard and custom"}},
 		{"one generation", dispatch.Options{MaxGenerations: 1}, []string{"MaxGenerations is 1", "2 to 256"}},
 		{"257 generations", dispatch.Options{MaxGenerations: 257}, []string{"MaxGenerations is 257", "2 to 256"}},
 		{"-1 workers", dispatch.Options{Workers: -1}, []string{"Workers is -1", "1 to 256"}},

@@ -163,7 +163,7 @@ func TestWords(t *testing.T) {
 		}
 	}
 	_, err := dispatch.ParseSteering("magic")
-	wantRefused(t, "ParseSteering", err, "options", `"magic"`, "quic and stateless")
+	wantRefused(t, "ParseSteering", err, "options", `"magic"`, "quic, stateless")
 	if got := dispatch.Steering(7).String(); got != "steering 7" {
 		t.Error(got)
 	}

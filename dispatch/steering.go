@@ -25,6 +25,8 @@ const (
 	// every other one to the generation that announced the index which it names
 	// ([Generation.OwnIndex]).
 	SteeringWireGuard = Steering(bpf.SteeringWireGuard)
+	// SteeringCustom finds the owner by a function of the group's own, [Options].Dissector.
+	SteeringCustom = Steering(bpf.SteeringCustom)
 )
 
 var steeringNames = map[Steering]string{
@@ -32,6 +34,7 @@ var steeringNames = map[Steering]string{
 	SteeringStateless: "stateless",
 	SteeringFlow:      "flow",
 	SteeringWireGuard: "wireguard",
+	SteeringCustom:    "custom",
 }
 
 func (s Steering) String() string {
@@ -48,5 +51,5 @@ func ParseSteering(name string) (Steering, error) {
 			return s, nil
 		}
 	}
-	return 0, fmt.Errorf("%w: steering %q; this build has quic, stateless, flow and wireguard", ErrOptions, name)
+	return 0, fmt.Errorf("%w: steering %q; this build has quic, stateless, flow, wireguard and custom", ErrOptions, name)
 }

@@ -73,7 +73,7 @@ type Snapshot struct {
 	Address string `json:"address"`
 	Device  string `json:"device,omitempty"`
 	Service string `json:"service"`
-	// Steering is the data plane's name, "quic", "stateless", "flow" or "wireguard".
+	// Steering is the data plane's name, "quic", "stateless", "flow", "wireguard" or "custom".
 	Steering string `json:"steering"`
 	// Layout is the version of the maps; Program the build of the kernel
 	// program that is pinned for the group.

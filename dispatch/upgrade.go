@@ -24,8 +24,11 @@ import (
 // has that program already nothing changes and upgraded is false.
 func (g *Group) UpgradeProgram() (upgraded bool, err error) {
 	err = g.update(func() error {
-		if text(g.table.Program[:]) == bpf.Build(g.table.Steering) {
+		if text(g.table.Program[:]) == bpf.Build(g.table.Steering, g.dissector.forLinking()) {
 			return nil
+		}
+		if Steering(g.table.Steering) == SteeringCustom && g.dissector == nil {
+			return fmt.Errorf("%w: its dissector is its server's; let the server upgrade it", ErrOptions)
 		}
 		upgraded = true
 		return g.swapProgram()
@@ -45,6 +48,7 @@ func (g *Group) swapProgram() error {
 		Prefix:         int(g.table.Prefix),
 		FlowTimeout:    g.table.FlowTimeout,
 		FlowLearning:   g.table.FlowLearning,
+		Dissector:      g.dissector.forLinking(),
 	})
 	if err != nil {
 		return err
@@ -77,7 +81,7 @@ func (g *Group) swapProgram() error {
 	}
 	err = errors.Join(err, old.Close())
 	if err == nil {
-		setText(g.table.Program[:], bpf.Build(g.table.Steering))
+		setText(g.table.Program[:], bpf.Build(g.table.Steering, g.dissector.forLinking()))
 	}
 	return err
 }
