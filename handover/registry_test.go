@@ -5,6 +5,7 @@ package handover
 import (
 	"context"
 	"errors"
+	"io"
 	"net"
 	"os"
 	"path/filepath"
@@ -88,17 +89,17 @@ func receiveError(t testing.TB, what string, errs <-chan error) (err error) {
 // While a socket takes its time to be made, nothing but its name is taken: the
 // process tells its status and is upgraded. What comes too late is not kept.
 func TestListenTakesItsTime(t *testing.T) {
-	listen := map[string]func(h *Handover, path string) (interface{ Close() error }, error){
-		"tcp": func(h *Handover, _ string) (interface{ Close() error }, error) {
+	listen := map[string]func(h *Handover, path string) (io.Closer, error){
+		"tcp": func(h *Handover, _ string) (io.Closer, error) {
 			return h.Listen("slow", "tcp", "127.0.0.1:0")
 		},
-		"unix": func(h *Handover, path string) (interface{ Close() error }, error) {
+		"unix": func(h *Handover, path string) (io.Closer, error) {
 			return h.Listen("slow", "unix", path)
 		},
-		"udp": func(h *Handover, _ string) (interface{ Close() error }, error) {
+		"udp": func(h *Handover, _ string) (io.Closer, error) {
 			return h.ListenPacket("slow", "udp", "127.0.0.1:0")
 		},
-		"unixgram": func(h *Handover, path string) (interface{ Close() error }, error) {
+		"unixgram": func(h *Handover, path string) (io.Closer, error) {
 			return h.ListenPacket("slow", "unixgram", path)
 		},
 	}
