@@ -109,3 +109,6 @@ func MountPointFor(root string) string { return mountPointFor(root) }
 
 // Program is the program that this process has.
 func (g *Group) Program() *ebpf.Program { return g.pins.program }
+
+// Slot is where the generation is in the table.
+func (n *Generation) Slot() uint8 { return n.slot }

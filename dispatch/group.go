@@ -412,7 +412,7 @@ func (g *Group) activeDied() bool {
 // with a live socket in the order is taken out.
 func (g *Group) repair() {
 	g.stamp()
-	slots, activated := g.table.order()
+	slots, activated, sound := g.table.readOrder(g.table.active())
 	var gone []uint8
 	for i := range int(g.table.generations) {
 		slot := uint8(i)
@@ -424,8 +424,11 @@ func (g *Group) repair() {
 		}
 		gone = append(gone, slot)
 	}
-	if len(gone) == 0 {
+	if len(gone) == 0 && sound {
 		return
+	}
+	if !sound {
+		g.log.Warn("the order of the generations was damaged; mended", "group", g.key.String())
 	}
 	old := g.table.active()
 	for _, slot := range gone {

@@ -253,6 +253,18 @@ func TestDamagedControl(t *testing.T) {
 	tool, err := dispatch.OpenPath(path)
 	w.must(err)
 	defer tool.Close()
+	// An order that names slots which cannot be, or one twice, is mended at the next change.
+	order := &c.Orders[c.Active>>40&3]
+	copy(order.Slot[:], []uint8{200, n.Slot(), 3, n.Slot(), 3})
+	order.Total, order.Activated = 5, 2
+	w.must(tool.Repair())
+	if s := w.snapshot(tool); len(s.Generations) != 1 || s.Active != n.Number() || s.Generations[0].State != dispatch.StateActive {
+		t.Errorf("mended: %+v", s)
+	}
+	order = &c.Orders[c.Active>>40&3]
+	if order.Total != 1 || order.Activated != 1 || order.Slot[0] != n.Slot() {
+		t.Errorf("mended: %+v", order.Slot[:order.Total])
+	}
 	held := *c
 	for what, damage := range map[string]func(){
 		"sizes":        func() { c.MaxGenerations, c.MaxWorkers, c.NextNumber = 1<<32-1, 1<<32-1, 0 },

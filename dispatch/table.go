@@ -67,9 +67,30 @@ func (t table) order() (slots []uint8, activated int) {
 }
 
 func (t table) orderOf(w word) (slots []uint8, activated int) {
+	slots, activated, _ = t.readOrder(w)
+	return slots, activated
+}
+
+// readOrder also says whether the order is as publish writes it. Of one that is not, what
+// no slot has, or another place has already, is left out.
+func (t table) readOrder(w word) (slots []uint8, activated int, sound bool) {
 	o := &t.Orders[w.order()]
 	total := min(int(o.Total), len(o.Slot))
-	return slices.Clone(o.Slot[:total]), min(int(o.Activated), total)
+	sound = int(o.Total) == total && int(o.Activated) <= total
+	var seen [bpf.MaxSlots]bool
+	slots = make([]uint8, 0, total)
+	for i, slot := range o.Slot[:total] {
+		if uint32(slot) >= t.generations || seen[slot] {
+			sound = false
+			continue
+		}
+		seen[slot] = true
+		slots = append(slots, slot)
+		if i < int(o.Activated) {
+			activated++
+		}
+	}
+	return slots, activated, sound
 }
 
 // publish makes the order the one that the data plane follows. This is the
@@ -169,12 +190,8 @@ func staged(slots []uint8, activated int, slot uint8) ([]uint8, int) {
 
 // promoted puts a slot first; what was active becomes second.
 func promoted(slots []uint8, activated int, slot uint8) ([]uint8, int) {
-	i := slices.Index(slots, slot)
-	rest := slices.Delete(slices.Clone(slots), i, i+1)
-	if i >= activated {
-		activated++
-	}
-	return slices.Insert(rest, 0, slot), activated
+	rest, activated := without(slots, activated, slot)
+	return slices.Insert(slices.Clone(rest), 0, slot), activated + 1
 }
 
 // without takes a slot out.
