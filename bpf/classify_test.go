@@ -15,6 +15,7 @@ import (
 	"github.com/cilium/ebpf"
 
 	"instar/dispatch/connid"
+	"instar/internal/testutil"
 )
 
 // linkHeader is what BPF_PROG_TEST_RUN wants in front of a datagram.
@@ -517,7 +518,7 @@ func (m *mutator) cid() []byte {
 // TestDifferential compares the C with its Go twin on random datagrams.
 func TestDifferential(t *testing.T) {
 	needBPF(t)
-	datagrams, enough := unlessShort(210_000, 30), unlessShort(1000, 30)
+	datagrams, enough := testutil.UnlessShort(210_000, 7000), testutil.UnlessShort(1000, 33)
 	prefixes := []int{PrefixMin, 11, PrefixMax}
 	for _, prefix := range prefixes {
 		t.Run(fmt.Sprintf("prefix %d", prefix), func(t *testing.T) {

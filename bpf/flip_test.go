@@ -34,7 +34,7 @@ func newFlipper(t *testing.T, c Config) (g *group, words [2]uint64) {
 func TestFlipUnderTraffic(t *testing.T) {
 	needBPF(t)
 	const atMost = 1_000_000
-	flips := uint64(unlessShort(10_000, 20))
+	flips := uint64(testutil.UnlessShort(10_000, 500))
 	for _, steering := range []uint32{SteeringQUIC, SteeringStateless} {
 		t.Run(fmt.Sprint("steering ", steering), func(t *testing.T) {
 			g, words := newFlipper(t, configOf(steering))
@@ -107,7 +107,7 @@ func TestFlipUnderTraffic(t *testing.T) {
 // while the active generation changes: they stay together.
 func TestHandshakeOnTwoCPUs(t *testing.T) {
 	const senders = 2
-	handshakes := unlessShort(5000, 10)
+	handshakes := testutil.UnlessShort(5000, 500)
 	c := quicConfig
 	c.FlowEntries = 1 << 16 // nothing is pushed out
 	g, words := newFlipper(t, c)

@@ -617,14 +617,6 @@ func wantUniform(t testing.TB, what string, observed []int) {
 	}
 }
 
-// unlessShort is n, or with -short, which is for emulated processors, a part of it.
-func unlessShort(n, part int) int {
-	if testing.Short() {
-		return n / part
-	}
-	return n
-}
-
 // token marks datagram i of a series in its last octets.
 func token(datagram []byte, i int) []byte {
 	binary.BigEndian.PutUint64(datagram[len(datagram)-8:], uint64(i))

@@ -25,7 +25,7 @@ const longEnv = "INSTAR_TEST_LONG"
 // counted is what the codec makes of them; no socket is there for the purely
 // random ones; the kernel has nothing to complain about.
 func TestHostile(t *testing.T) {
-	packets := unlessShort(300_000, 30)
+	packets := testutil.UnlessShort(300_000, 10000)
 	if os.Getenv(longEnv) == "1" {
 		packets = 10_000_000
 	}

@@ -465,7 +465,7 @@ func TestDeadIDKeepsAffinity(t *testing.T) {
 // address: none is split.
 func TestAffinity(t *testing.T) {
 	needBPF(t)
-	handshakes := unlessShort(1000, 10)
+	handshakes := testutil.UnlessShort(1000, 100)
 	for _, host := range []netip.Addr{loopback4, loopback6} {
 		t.Run(host.String(), func(t *testing.T) {
 			testutil.NetNS(t)
@@ -570,7 +570,7 @@ func (g *group) fromNewPorts(n int, datagram []byte) {
 func TestUniform(t *testing.T) {
 	needBPF(t)
 	const workers = 4
-	flows := unlessShort(8000, 20)
+	flows := testutil.UnlessShort(8000, 400)
 	for _, tc := range []struct {
 		name     string
 		steering uint32
@@ -613,7 +613,7 @@ func TestUniform(t *testing.T) {
 // alone, the same to each; nobody else's share changes.
 func TestDeadWorkers(t *testing.T) {
 	needBPF(t)
-	flows := unlessShort(12000, 20)
+	flows := testutil.UnlessShort(12000, 600)
 	for _, tc := range []struct {
 		workers int
 		dead    []uint8

@@ -102,7 +102,8 @@ func checkSnapshot(t *testing.T, s dispatch.Snapshot, limit int, mine uint32) {
 // generation that stays keeps its flows, and the table is true at any time.
 func TestManyProcessesAtOnce(t *testing.T) {
 	w := newWorld(t)
-	const processes, rounds, limit = 8, 50, 4
+	const limit = 4
+	processes, rounds := testutil.UnlessShort(8, 3), testutil.UnlessShort(50, 10)
 	type group struct {
 		g       *dispatch.Group
 		n       *dispatch.Generation
@@ -180,8 +181,8 @@ func TestManyProcessesAtOnce(t *testing.T) {
 func TestProcessesMakeTheGroupAtOnce(t *testing.T) {
 	w := newWorld(t)
 	const processes = 4
-	for port := 5000; port < 5012; port++ {
-		o := w.options(fmt.Sprintf("127.0.0.1:%d", port))
+	for port := range testutil.UnlessShort(12, 2) {
+		o := w.options(fmt.Sprintf("127.0.0.1:%d", 5000+port))
 		var all []*testutil.Process
 		for range processes {
 			all = append(all, w.start(o, nil))

@@ -186,6 +186,7 @@ func TestManyWorkers(t *testing.T) {
 }
 
 func TestManyGenerations(t *testing.T) {
+	testutil.Slow(t)
 	w := newWorld(t)
 	const address, limit, workers = "127.0.0.1:4433", 256, 4
 	o := w.options(address)

@@ -14,6 +14,7 @@ import (
 
 	"instar/dispatch"
 	"instar/internal/rawconn"
+	"instar/internal/testutil"
 )
 
 // flood is as many packets to a generation as its receive queues have room for.
@@ -118,7 +119,7 @@ func TestLeavingSocketsLoseNothing(t *testing.T) {
 			w := newWorld(t)
 			g, active := w.workerPerCPU(w.options(address))
 			f := w.flood(address, active)
-			for range 150 {
+			for range testutil.UnlessShort(150, 5) {
 				n := w.join(g, 1)
 				w.must(n.Close())
 				g.SetProgramBuild("another")
@@ -140,7 +141,7 @@ func TestClosedSocketOnPreferredCPUsLosesNothing(t *testing.T) {
 	const address = "127.0.0.1:4433"
 	_, active := w.workerPerCPU(w.options(address))
 	f := w.flood(address, active)
-	for range 20_000 {
+	for range testutil.UnlessShort(20_000, 200) {
 		c, err := plainSocket("udp4", address, "", true)
 		w.must(err)
 		w.must(c.Close())

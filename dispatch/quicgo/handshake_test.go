@@ -118,7 +118,7 @@ func TestRepeatedInitialAcrossFlip(t *testing.T) { repeatedInitial.thousand(t) }
 func TestTwoInitialsAcrossFlip(t *testing.T) { twoInitials.thousand(t) }
 
 func (h interrupted) thousand(t *testing.T) {
-	const total, batch = 1000, 50
+	total, batch := testutil.UnlessShort(1000, 60), testutil.UnlessShort(50, 15)
 	s := newSite(t)
 	servers := []*server{s.start(setup{workers: 4}), s.start(setup{workers: 4})}
 	s.flip(servers[0])
@@ -146,7 +146,7 @@ func (h interrupted) thousand(t *testing.T) {
 		t.Errorf("%d of %d handshakes were split", split, total)
 	}
 	verdicts := s.verdictsSince(before)
-	if verdicts["new"] != total || verdicts["known"] < total {
+	if verdicts["new"] != uint64(total) || verdicts["known"] < uint64(total) {
 		t.Errorf("%d handshakes were new to the data plane and %d packets known, want %d and at least as many", verdicts["new"], verdicts["known"], total)
 	}
 	s.only(verdicts, "new", "known", "owner")

@@ -8,6 +8,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"instar/internal/testutil"
 )
 
 // 200 of 200 connections of a server with four workers survive two migrations,
@@ -16,7 +18,8 @@ import (
 // happens in the middle of a stream, whose bytes are verified, and the
 // connection stays with its generation and worker.
 func TestMigrationsOfAllClients(t *testing.T) {
-	const connections, workers = 200, 4
+	const workers = 4
+	connections := testutil.UnlessShort(200, 30)
 	s := newSite(t)
 	before := s.start(setup{workers: workers})
 	s.flip(before)
