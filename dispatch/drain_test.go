@@ -83,7 +83,7 @@ func closed() <-chan struct{} {
 func TestDrainReadsFullQueues(t *testing.T) {
 	w := newWorld(t)
 	const address, workers = "127.0.0.1:4433", 4
-	datagrams := testutil.UnlessShort(200_000, 20_000)
+	datagrams := testutil.UnlessShort(200_000, 19_200)
 	o := w.options(address)
 	o.Steering, o.ReceiveBuffer = dispatch.SteeringStateless, 96<<20
 	g := w.open(o)

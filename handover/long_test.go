@@ -8,13 +8,15 @@ import (
 	"strconv"
 	"testing"
 	"time"
+
+	"instar/internal/testutil"
 )
 
 // A hundred upgrades (ten, unless INSTAR_TEST_LONG is set) under 5,000 new connections
 // a second (1,000), and 500 that are kept (100): none is refused, reset or cut, and
 // nothing grows from generation to generation (F2, G1).
 func TestManyUpgrades(t *testing.T) {
-	upgrades, kept, rate := 10, 100, 1000
+	upgrades, kept, rate := testutil.UnlessShort(10, 3), testutil.UnlessShort(100, 10), testutil.UnlessShort(1000, 50)
 	if os.Getenv("INSTAR_TEST_LONG") != "" {
 		upgrades, kept, rate = 100, 500, 5500
 	}

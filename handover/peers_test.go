@@ -113,7 +113,7 @@ func TestStatusDuringUpgrades(t *testing.T) {
 	}
 	defer watchers.Wait()
 	defer close(stop)
-	for n := range 100 {
+	for n := range testutil.UnlessShort(100, 10) {
 		next, err := start(t, options(), nil)
 		if err != nil {
 			t.Fatalf("takeover %d: %v", n, err)
