@@ -109,7 +109,7 @@ than the table says: both sides of each border are tested, on the series next to
 		b.WriteString("\n")
 	}
 	fmt.Fprintf(&b, `
-Kernels older than %v are not tested: Debian has no package of one any more. That `+"`dispatch.Open`"+` returns
+Kernels older than %v are not tested: the mirrors of Debian have no package of one any more. That `+"`dispatch.Open`"+` returns
 `+"`ErrNotSupported`"+` there is shown by `+"`TestOldKernel` in `dispatch`"+`, which tells it another version.
 `, Floor)
 	return b.String()

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"strings"
+
+	"instar/internal/testsum/summary"
+)
+
+// allowance lets a test be skipped for a reason.
+type allowance struct {
+	pkg    string
+	test   string // with everything below it
+	reason string // begins like this
+	// series is where it counts. Default: everywhere.
+	series []string
+}
+
+// allowances are all there are: for what a machine of one emulated processor cannot do,
+// and for what a kernel cannot. One that no test makes use of is a failure.
+var allowances = []allowance{}
+
+const tooSlow = "too slow for -short"
+
+func (a allowance) applies(pkg, series string) bool {
+	if a.pkg != pkg {
+		return false
+	}
+	for _, s := range a.series {
+		if s == series {
+			return true
+		}
+	}
+	return len(a.series) == 0
+}
+
+// allowed finds what lets the test be skipped, -1 when nothing does.
+func allowed(pkg, series string, s summary.Skip) int {
+	for i, a := range allowances {
+		if a.applies(pkg, series) && (s.Test == a.test || strings.HasPrefix(s.Test, a.test+"/")) && strings.HasPrefix(s.Reason, a.reason) {
+			return i
+		}
+	}
+	return -1
+}
