@@ -142,7 +142,7 @@ func (h *Handover) takenOver(p *peer, f frame) (ours bool, err error) {
 	}
 	release, err := h.beginUpgrade()
 	if err != nil {
-		h.log.Error("no upgrade; serving as before", "successor", p.cred.Pid, "error", err)
+		h.noUpgrade(err, "successor", p.cred.Pid)
 		return true, err
 	}
 	defer release()
@@ -150,7 +150,7 @@ func (h *Handover) takenOver(p *peer, f frame) (ours bool, err error) {
 	defer cancel()
 	s.PID = int(p.cred.Pid)
 	if err := h.see(ctx, p, &s, nil); err != nil {
-		h.log.Error("no upgrade; serving as before", "successor", p.cred.Pid, "error", err)
+		h.noUpgrade(err, "successor", p.cred.Pid)
 	}
 	return false, nil // see has told the peer
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"os/exec"
@@ -33,7 +34,7 @@ func (h *Handover) Upgrade(ctx context.Context) error {
 	if err != nil {
 		err = fmt.Errorf("upgrade: %w", err)
 		if !errors.Is(err, ErrNotActive) {
-			h.log.Error("no upgrade; serving as before", "error", err)
+			h.noUpgrade(err)
 		}
 	}
 	return err
@@ -513,6 +514,15 @@ func (h *Handover) takeBack(p *peer, reason error) {
 		return h.sayReady("MAINPID="+strconv.Itoa(os.Getpid()), "READY=1", "STATUS="+h.statusLine()+"; the last upgrade failed")
 	})
 	h.log.Warn("took back from the successor; serving", "reason", reason)
+}
+
+// noUpgrade logs why there was none. Who may try again is no error.
+func (h *Handover) noUpgrade(err error, attrs ...any) {
+	level := slog.LevelError
+	if Retryable(err) {
+		level = slog.LevelInfo
+	}
+	h.log.Log(h.ctx, level, "no upgrade; serving as before", append(attrs, "error", err)...)
 }
 
 // tellFailure ends what Reloading began.

@@ -30,7 +30,7 @@ func openHandover(ctx context.Context, cfg *ServerConfig) (*handover.Handover, e
 	}
 	deadline := time.Now().Add(cfg.UpgradeTimeout)
 	for {
-		h, err := handover.New(options)
+		h, err := handover.NewContext(ctx, options)
 		if err == nil || !handover.Retryable(err) || time.Now().After(deadline) {
 			return h, err
 		}

@@ -154,7 +154,7 @@ func (s *Server) Stop() { s.stopOnce.Do(func() { close(s.stop) }) }
 // Run serves until Stop, or until a successor has taken over, and drains. It
 // returns nil when every request was answered. ctx ends it at once.
 func (s *Server) Run(ctx context.Context) (err error) {
-	way, err := s.succession()
+	way, err := s.succession(ctx)
 	if err != nil {
 		return err
 	}

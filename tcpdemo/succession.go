@@ -13,14 +13,14 @@ import (
 	"instar/internal/rawconn"
 )
 
-func (s *Server) succession() (succession, error) {
+func (s *Server) succession(ctx context.Context) (succession, error) {
 	switch s.cfg.Mode {
 	case ModeRestart:
 		return &beside{number: s.cfg.Generation}, nil
 	case ModeReusePort:
 		return &beside{number: s.cfg.Generation, config: net.ListenConfig{Control: reusePort}}, nil
 	case ModeInstar:
-		return newTakeover(s.cfg)
+		return newTakeover(ctx, s.cfg)
 	}
 	return nil, fmt.Errorf("mode %q", s.cfg.Mode) // NewServer checked it
 }

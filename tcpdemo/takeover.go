@@ -14,8 +14,8 @@ import (
 // takeover gets the listener from the predecessor, by package handover.
 type takeover struct{ h *handover.Handover }
 
-func newTakeover(cfg ServerConfig) (*takeover, error) {
-	h, err := handover.New(handover.Options{
+func newTakeover(ctx context.Context, cfg ServerConfig) (*takeover, error) {
+	h, err := handover.NewContext(ctx, handover.Options{
 		Name:      "tcpdemo",
 		Socket:    cfg.Socket,
 		Probation: cfg.Probation,
