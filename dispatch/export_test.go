@@ -80,7 +80,7 @@ func NewTable(t testing.TB) Table {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = unix.Munmap(memory) })
-	return Table{table{Control: (*bpf.Control)(unsafe.Pointer(&memory[0]))}}
+	return Table{table{Control: (*bpf.Control)(unsafe.Pointer(&memory[0])), generations: uint32(bpf.MaxSlots)}}
 }
 
 // Change publishes an order as a transaction does.

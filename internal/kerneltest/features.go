@@ -64,6 +64,12 @@ var Features = []Feature{
 		Tests: []string{"`TestUnprivilegedServer` of `dispatch`"},
 	},
 	{
+		Name: "last-word", Since: kernel.Version{Major: 6, Minor: 1},
+		Title: "what a peer wrote before it closed a connection of the control socket is read, also after something was sent to it (6.2, and updates of 6.1)",
+		Older: "it is thrown away (`unix_dgram_sendmsg` of a SOCK_SEQPACKET socket), so that the reason of a refusal or roll back can be missing: the error says that the other process is gone",
+		Tests: []string{"`TestSendWhileReceiving` of `handover`"},
+	},
+	{
 		Name: "incoming-cpu", Since: kernel.Version{Major: 6, Minor: 1},
 		Title: "`SO_INCOMING_CPU` chooses in a reuseport group without a program (6.2, and updates of 6.1)",
 		Older: "the hash does. With a program, as Instar has it, this changes nothing",

@@ -45,6 +45,7 @@ var checks = map[string]check{
 	"cookie":       cookie,
 	"migrate":      migrate,
 	"unprivileged": unprivileged,
+	"last-word":    lastWord,
 	"incoming-cpu": incomingCPU,
 }
 
@@ -319,6 +320,32 @@ func unprivileged(t *testing.T) (bool, error) {
 	default:
 		return false, fmt.Errorf("%s is %s: %s", sysctl, setting, answer)
 	}
+}
+
+func lastWord(*testing.T) (bool, error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return false, err
+	}
+	defer func() { _ = unix.Close(fds[0]) }()
+	_, err = unix.Write(fds[1], []byte("the end"))
+	if err := errors.Join(err, unix.Close(fds[1])); err != nil {
+		return false, err
+	}
+	if _, err := unix.Write(fds[0], []byte("question")); err == nil {
+		return false, errors.New("sent to a closed socket")
+	}
+	b := make([]byte, 100)
+	n, err := unix.Read(fds[0], b)
+	switch {
+	case err != nil:
+		return false, err
+	case n == 0:
+		return false, nil
+	case string(b[:n]) != "the end":
+		return false, fmt.Errorf("read %q", b[:n])
+	}
+	return true, nil
 }
 
 // incomingCPU sends many flows to a group of two sockets, one of which prefers the CPU

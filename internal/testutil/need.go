@@ -65,6 +65,18 @@ func NeedCommand(t testing.TB, command, pkg string) string {
 	return path
 }
 
+// Since skips the test on kernels older than v, which cannot do what.
+func Since(t testing.TB, v kernel.Version, what string) {
+	t.Helper()
+	running, err := kernel.Current()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !running.AtLeast(v) {
+		t.Skipf("kernel %v is older than %v: %s", running, v, what)
+	}
+}
+
 // SkipIfNotSupported skips the test when err wraps ebpf.ErrNotSupported or
 // errors.ErrUnsupported and the kernel is older than since. On a kernel that
 // has to support it the test fails. It returns when err is anything else, nil

@@ -236,9 +236,9 @@ func addProgram(a *archive, name, source string) error {
 // Source is where Testdata puts a module.
 const Source = "/src"
 
-// Testdata finds the folders of the module that have files for tests. In the machine they
-// are below Source, in the same order, so that a test finds them from where its package
-// is.
+// Testdata finds the folders of the module that have files for tests, which are those
+// named testdata, and the examples. In the machine they are below Source, in the same
+// order, so that a test finds them from where its package is.
 func Testdata(module string) (files map[string]string, err error) {
 	files = map[string]string{}
 	err = filepath.WalkDir(module, func(file string, d fs.DirEntry, err error) error {
@@ -248,11 +248,11 @@ func Testdata(module string) (files map[string]string, err error) {
 		if !d.IsDir() || file == module {
 			return nil
 		}
-		if d.Name() == "testdata" {
-			below, err := filepath.Rel(module, file)
-			if err != nil {
-				return err
-			}
+		below, err := filepath.Rel(module, file)
+		if err != nil {
+			return err
+		}
+		if d.Name() == "testdata" || below == "examples" {
 			files[path.Join(Source, filepath.ToSlash(below))] = file
 			return fs.SkipDir
 		}

@@ -174,7 +174,7 @@ func TestLibraries(t *testing.T) {
 
 func TestTestdata(t *testing.T) {
 	root := t.TempDir()
-	for _, dir := range []string{"a/testdata/deep/testdata", "a/b/testdata", ".git/testdata", "c"} {
+	for _, dir := range []string{"a/testdata/deep/testdata", "a/b/testdata", ".git/testdata", "c/examples", "examples/x"} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o755); err != nil {
 			t.Fatal(err)
 		}
@@ -183,7 +183,7 @@ func TestTestdata(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(got) != 2 || got["/src/a/testdata"] != filepath.Join(root, "a/testdata") || got["/src/a/b/testdata"] != filepath.Join(root, "a/b/testdata") {
+	if len(got) != 3 || got["/src/examples"] != filepath.Join(root, "examples") || got["/src/a/testdata"] != filepath.Join(root, "a/testdata") || got["/src/a/b/testdata"] != filepath.Join(root, "a/b/testdata") {
 		t.Errorf("%v", got)
 	}
 }

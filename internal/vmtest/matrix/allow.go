@@ -19,7 +19,11 @@ type allowance struct {
 
 // allowances are all there are: for what a machine of one emulated processor cannot do,
 // and for what a kernel cannot. One that no test makes use of is a failure.
-var allowances = []allowance{}
+var allowances = []allowance{
+	{pkg: "dispatch", test: "TestManyGenerations", reason: tooSlow},
+	{pkg: "dispatch", test: "TestUnprivilegedServer", reason: "kernel 5.10 is older than 5.19", series: []string{"5.10"}},
+	{pkg: "handover", test: "TestSendWhileReceiving", reason: "kernel 5.10 is older than 6.1", series: []string{"5.10"}},
+}
 
 const tooSlow = "too slow for -short"
 
