@@ -34,7 +34,7 @@ func newFlipper(t *testing.T, c Config) (g *group, words [2]uint64) {
 func TestFlipUnderTraffic(t *testing.T) {
 	needBPF(t)
 	const atMost = 1_000_000
-	flips := uint64(testutil.UnlessShort(10_000, 500))
+	flips := uint64(testutil.UnlessShort(10_000, 1000))
 	for _, steering := range []uint32{SteeringQUIC, SteeringStateless} {
 		t.Run(fmt.Sprint("steering ", steering), func(t *testing.T) {
 			g, words := newFlipper(t, configOf(steering))
@@ -95,7 +95,9 @@ func TestFlipUnderTraffic(t *testing.T) {
 			if got := g.counted().minus(before); got != slots {
 				t.Errorf("counted %q, received %q", got, slots)
 			}
-			if slots.slots[1] < n/10 || slots.slots[2] < n/10 {
+			// Where there is one CPU, time slices decide how many.
+			least := n / uint64(testutil.UnlessShort(10, 100))
+			if slots.slots[1] < least || slots.slots[2] < least {
 				t.Errorf("%q: the flips were not among the packets", slots)
 			}
 			t.Log(n, "packets:", slots)

@@ -188,7 +188,7 @@ func TestFlowShares(t *testing.T) {
 	g.setOrder(1, []uint8{1}, nil)
 	g.activate(g.word(1, 1))
 	counts := make([]int, 4)
-	for range 2000 {
+	for range testutil.UnlessShort(2000, 200) {
 		g.newClient()
 		socket, counted := g.steer(nil)
 		if counted == "known=1 slot1=1" {

@@ -276,7 +276,7 @@ func TestLastResort(t *testing.T) {
 				// As many of each as there are workers, and more.
 				all := func(situation, socket string, counted func(Verdict) string) {
 					t.Helper()
-					for range 10 {
+					for range testutil.UnlessShort(10, 4) {
 						for _, k := range kinds {
 							if k.steering == steering {
 								g.wantSteered(situation+": "+k.name, k.datagram(g), socket, counted(k.verdict))

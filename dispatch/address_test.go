@@ -336,7 +336,7 @@ func TestUpgradesUnderLoad(t *testing.T) {
 					n := w.serve(g, workers)
 					w.activate(n)
 					for _, l := range loads {
-						l.served(50)
+						l.served(uint64(testutil.UnlessShort(50, 10)))
 					}
 				}
 				for _, l := range loads {
@@ -363,6 +363,7 @@ func TestUpgradesUnderLoad(t *testing.T) {
 
 // Groups of one process do not know of each other.
 func TestSeveralGroupsInOneProcess(t *testing.T) {
+	testutil.Slow(t)
 	w := newWorld(t)
 	const n = 5
 	var groups []*dispatch.Group

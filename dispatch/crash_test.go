@@ -135,20 +135,24 @@ func TestKilledActivating(t *testing.T) {
 }
 
 func TestKilledRollingBack(t *testing.T) {
+	testutil.Slow(t)
 	killedBetweenSteps(t, change{line: "rollback", active: []uint32{2, 1}})
 }
 
 func TestKilledRollingBackToOneWithADeadline(t *testing.T) {
+	testutil.Slow(t)
 	killedBetweenSteps(t, change{line: "rollback", active: []uint32{2, 1}, prepare: func(s *stage, _ *testutil.Process) {
 		s.must(s.g.SetDeadline(1, farFuture))
 	}})
 }
 
 func TestKilledEvicting(t *testing.T) {
+	testutil.Slow(t)
 	killedBetweenSteps(t, change{line: "evict 1", active: []uint32{2}})
 }
 
 func TestKilledRepairing(t *testing.T) {
+	testutil.Slow(t)
 	killedBetweenSteps(t, change{line: "repair", active: []uint32{1}, prepare: func(s *stage, _ *testutil.Process) {
 		for _, c := range s.gens[1].Conns() {
 			s.must(c.Close())
@@ -164,6 +168,7 @@ func TestKilledJoining(t *testing.T) {
 func joined(s *stage, p *testutil.Process) { s.ask(p, "join 2") }
 
 func TestKilledActivatingItself(t *testing.T) {
+	testutil.Slow(t)
 	killedBetweenSteps(t, change{line: "activate", active: []uint32{2, 4}, own: true, prepare: joined})
 }
 
@@ -172,6 +177,7 @@ func TestKilledClosing(t *testing.T) {
 }
 
 func TestKilledClosingTheActiveOne(t *testing.T) {
+	testutil.Slow(t)
 	killedBetweenSteps(t, change{line: "close", active: []uint32{4, 2}, own: true, prepare: func(s *stage, p *testutil.Process) {
 		s.ask(p, "join 2")
 		s.ask(p, "activate")
@@ -179,6 +185,7 @@ func TestKilledClosingTheActiveOne(t *testing.T) {
 }
 
 func TestKilledDraining(t *testing.T) {
+	testutil.Slow(t)
 	killedBetweenSteps(t, change{line: "drain", active: []uint32{2}, own: true, prepare: func(s *stage, p *testutil.Process) {
 		s.ask(p, "join 2")
 		s.ask(p, "activate")
@@ -187,6 +194,7 @@ func TestKilledDraining(t *testing.T) {
 }
 
 func TestKilledUpgradingTheProgram(t *testing.T) {
+	testutil.Slow(t)
 	killedBetweenSteps(t, change{line: "upgrade", active: []uint32{2}, prepare: func(s *stage, _ *testutil.Process) {
 		s.g.SetProgramBuild("another")
 	}})
@@ -289,11 +297,20 @@ func (s *stage) leaveAll() {
 
 func TestKilledMakingAGroup(t *testing.T) { killedMaking(t, "open", false, 0) }
 
-func TestKilledPreparingAGroup(t *testing.T) { killedMaking(t, "prepare 65534", false, 65534) }
+func TestKilledPreparingAGroup(t *testing.T) {
+	testutil.Slow(t)
+	killedMaking(t, "prepare 65534", false, 65534)
+}
 
-func TestKilledGivingAGroup(t *testing.T) { killedMaking(t, "prepare 65534", true, 65534) }
+func TestKilledGivingAGroup(t *testing.T) {
+	testutil.Slow(t)
+	killedMaking(t, "prepare 65534", true, 65534)
+}
 
-func TestKilledForgettingAGroup(t *testing.T) { killedMaking(t, "forget", true, 0) }
+func TestKilledForgettingAGroup(t *testing.T) {
+	testutil.Slow(t)
+	killedMaking(t, "forget", true, 0)
+}
 
 // killedMaking kills a process between every two steps of making a group, giving it
 // away, and forgetting it.
@@ -327,7 +344,7 @@ func killedMaking(t *testing.T, line string, exists bool, owner uint32) {
 		t.Fatalf("at the end: %v", err)
 	}
 	for i, step := range steps {
-		if testing.Short() && i%4 != 0 {
+		if testing.Short() && i != len(steps)/2 {
 			continue
 		}
 		when := fmt.Sprintf("killed after step %d, %q", i+1, step)

@@ -83,7 +83,7 @@ func closed() <-chan struct{} {
 func TestDrainReadsFullQueues(t *testing.T) {
 	w := newWorld(t)
 	const address, workers = "127.0.0.1:4433", 4
-	datagrams := testutil.UnlessShort(200_000, 19_200)
+	datagrams := testutil.UnlessShort(200_000, 3200)
 	o := w.options(address)
 	o.Steering, o.ReceiveBuffer = dispatch.SteeringStateless, 96<<20
 	g := w.open(o)
@@ -400,6 +400,7 @@ func TestDrainOfTheActiveGeneration(t *testing.T) {
 
 // Nothing is lost when packets come while generations flip and leave.
 func TestFlipsAndDrainsUnderConstantFire(t *testing.T) {
+	testutil.Slow(t)
 	w := newWorld(t)
 	const address, rounds, senders, window = "127.0.0.1:4433", 50, 2, 200
 	o := w.options(address)

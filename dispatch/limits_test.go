@@ -134,6 +134,7 @@ func uniform(t *testing.T, what string, shares []int) {
 }
 
 func TestManyWorkers(t *testing.T) {
+	testutil.Slow(t)
 	w := newWorld(t)
 	const address, workers, flows = "127.0.0.1:4433", 256, 256 * 24
 	o := w.options(address)

@@ -162,6 +162,7 @@ func TestForgetOfWhatIsNoGroup(t *testing.T) {
 
 // Damaged groups are no dead end.
 func TestForgetOfDamagedGroups(t *testing.T) {
+	testutil.Slow(t)
 	needWorld(t)
 	for _, tc := range []struct {
 		name   string
@@ -219,6 +220,7 @@ func TestForgetOfDamagedGroups(t *testing.T) {
 // Pins that do not belong together are refused, and what the owner of a group writes
 // into it later harms nobody else.
 func TestDamagedControl(t *testing.T) {
+	testutil.Slow(t)
 	w := newWorld(t)
 	o := w.options("127.0.0.1:4433")
 	g := w.open(o)

@@ -605,6 +605,7 @@ func contents(t *testing.T, path string) string {
 }
 
 func TestMissingPin(t *testing.T) {
+	testutil.Slow(t)
 	needWorld(t)
 	for _, pin := range []string{"control", "sockets", "secrets", "verdicts", "flows", "program"} {
 		t.Run(pin, func(t *testing.T) {

@@ -119,7 +119,7 @@ func TestLeavingSocketsLoseNothing(t *testing.T) {
 			w := newWorld(t)
 			g, active := w.workerPerCPU(w.options(address))
 			f := w.flood(address, active)
-			for range testutil.UnlessShort(150, 5) {
+			for range testutil.UnlessShort(150, 2) {
 				n := w.join(g, 1)
 				w.must(n.Close())
 				g.SetProgramBuild("another")

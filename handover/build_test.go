@@ -12,6 +12,8 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"instar/internal/testutil"
 )
 
 // copyTo puts a copy of the test binary at path; extra makes it another build.
@@ -66,6 +68,7 @@ func (s *service) logs() string {
 // symbolic link, and both builds are in the log. One that is not there, or is
 // none, is an error that says so (F6).
 func TestExecutableReplaced(t *testing.T) {
+	testutil.Slow(t)
 	s := newService(t, appConfig{Build: "-"}) // the default: by the file
 	folder := t.TempDir()
 	link := filepath.Join(folder, "server")

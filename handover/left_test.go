@@ -14,6 +14,7 @@ import (
 // A successor that has another control socket removes the predecessor's, once that
 // one has let go or is dead, and not while it may take back.
 func TestAnotherControlSocket(t *testing.T) {
+	testutil.Slow(t)
 	for _, tc := range []struct {
 		name    string
 		fault   fault

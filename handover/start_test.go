@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"instar/internal/testutil"
 )
 
 // A descriptor that came with the process, and is nobody's here, is noted and left
@@ -55,7 +57,7 @@ func TestStrayDescriptors(t *testing.T) {
 // other takes over from it. Both want the same port, so that a second server beside
 // the first would fail.
 func TestTwoFirstProcesses(t *testing.T) {
-	for range 5 {
+	for range testutil.UnlessShort(5, 1) {
 		s := newService(t, appConfig{})
 		s.start()
 		s.start()

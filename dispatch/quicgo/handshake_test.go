@@ -157,7 +157,7 @@ func TestHandshakeAcrossFlipOfProcesses(t *testing.T) {
 	testutil.NeedRoot(t)
 	for name, h := range map[string]interrupted{"repeated Initial": repeatedInitial, "two Initials": twoInitials} {
 		t.Run(name, func(t *testing.T) {
-			const total, batch = 100, 25
+			total, batch := testutil.UnlessShort(100, 12), testutil.UnlessShort(25, 6)
 			s := newSite(t)
 			servers := []*process{s.startProcess(2), s.startProcess(2)}
 			servers[0].activate()

@@ -20,11 +20,31 @@ type allowance struct {
 // allowances are all there are: for what a machine of one emulated processor cannot do,
 // and for what a kernel cannot. One that no test makes use of is a failure.
 var allowances = []allowance{
+	{pkg: "dispatch", test: "TestDamagedControl", reason: tooSlow},
+	{pkg: "dispatch", test: "TestFlipsAndDrainsUnderConstantFire", reason: tooSlow},
+	{pkg: "dispatch", test: "TestForgetOfDamagedGroups", reason: tooSlow},
+	{pkg: "dispatch", test: "TestKilledActivatingItself", reason: tooSlow},
+	{pkg: "dispatch", test: "TestKilledClosingTheActiveOne", reason: tooSlow},
+	{pkg: "dispatch", test: "TestKilledDraining", reason: tooSlow},
+	{pkg: "dispatch", test: "TestKilledEvicting", reason: tooSlow},
+	{pkg: "dispatch", test: "TestKilledForgettingAGroup", reason: tooSlow},
+	{pkg: "dispatch", test: "TestKilledGivingAGroup", reason: tooSlow},
+	{pkg: "dispatch", test: "TestKilledPreparingAGroup", reason: tooSlow},
+	{pkg: "dispatch", test: "TestKilledRepairing", reason: tooSlow},
+	{pkg: "dispatch", test: "TestKilledRollingBack", reason: tooSlow},
+	{pkg: "dispatch", test: "TestKilledRollingBackToOneWithADeadline", reason: tooSlow},
+	{pkg: "dispatch", test: "TestKilledUpgradingTheProgram", reason: tooSlow},
 	{pkg: "dispatch", test: "TestManyGenerations", reason: tooSlow},
+	{pkg: "dispatch", test: "TestManyWorkers", reason: tooSlow},
+	{pkg: "dispatch", test: "TestMissingPin", reason: tooSlow},
+	{pkg: "dispatch", test: "TestSeveralGroupsInOneProcess", reason: tooSlow},
+	{pkg: "handover", test: "TestAnotherControlSocket", reason: tooSlow},
+	{pkg: "handover", test: "TestExecutableReplaced", reason: tooSlow},
 	{pkg: "dispatch", test: "TestUnprivilegedServer", reason: "kernel 5.10 is older than 5.19", series: []string{"5.10"}},
 	{pkg: "handover", test: "TestSendWhileReceiving", reason: "kernel 5.10 is older than 6.1", series: []string{"5.10"}},
 }
 
+// tooSlow is what testutil.Slow says.
 const tooSlow = "too slow for -short"
 
 func (a allowance) applies(pkg, series string) bool {
