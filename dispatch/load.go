@@ -103,12 +103,11 @@ func answer(err error) error {
 // lacksMemory tells of the limit that bounds maps and programs before ownMemlock, where
 // this process could not raise it.
 func lacksMemory(cause error) error {
-	v, err := kernel.Current()
-	if err != nil || v.AtLeast(ownMemlock) {
-		return nil
-	}
 	var limit unix.Rlimit
-	if unix.Getrlimit(unix.RLIMIT_MEMLOCK, &limit) != nil || limit.Cur == unix.RLIM_INFINITY {
+	v, err := kernel.Current()
+	bounded := err == nil && !v.AtLeast(ownMemlock) &&
+		unix.Getrlimit(unix.RLIMIT_MEMLOCK, &limit) == nil && limit.Cur != unix.RLIM_INFINITY
+	if !bounded {
 		return nil
 	}
 	return fmt.Errorf("%w: Linux %v counts maps and programs as locked memory, of which this process may have %d bytes (%w); "+

@@ -11,6 +11,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -252,21 +253,19 @@ func migrate(t *testing.T) (bool, error) {
 		return false, err
 	}
 	// The reset comes before Close returns, or a server that answers.
-	accepted := make(chan error, 1)
-	go func() {
-		c, err := successor.Accept()
-		if err == nil {
-			_, err = c.Write([]byte("x"))
-			err = errors.Join(err, c.Close())
+	var server sync.WaitGroup
+	server.Go(func() {
+		if c, err := successor.Accept(); err == nil {
+			_, _ = c.Write([]byte("x"))
+			_ = c.Close()
 		}
-		accepted <- err
-	}()
+	})
 	if err := client.SetReadDeadline(time.Now().Add(patience)); err != nil {
 		return false, err
 	}
 	_, err = client.Read(make([]byte, 1))
 	_ = successor.Close()
-	<-accepted
+	server.Wait()
 	if errors.Is(err, unix.ECONNRESET) {
 		return false, nil
 	}

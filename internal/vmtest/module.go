@@ -43,7 +43,7 @@ func (k *Kernel) modules(ctx context.Context, names []string) ([]module, error) 
 		done[name] = true
 		file := files[name]
 		if file == "" {
-			return fmt.Errorf("Linux %s has no module %s", k.Release, name)
+			return fmt.Errorf("find module %s: Linux %s has none of that name", name, k.Release)
 		}
 		code, err := readModule(ctx, file)
 		if err != nil {

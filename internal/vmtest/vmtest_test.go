@@ -266,7 +266,7 @@ sleep 1 & read line </proc/sys/kernel/osrelease; echo $line; exit 7`, patience)
 		t.Errorf("cancelled: code %d, %v", code, err)
 	}
 	m.Modules = []string{"no-such-thing"}
-	if code, err = m.Run(t.Context()); err == nil || !strings.Contains(err.Error(), "no module no_such_thing") {
+	if code, err = m.Run(t.Context()); err == nil || !strings.Contains(err.Error(), "find module no_such_thing") {
 		t.Errorf("without a module: code %d, %v", code, err)
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"os/signal"
 	"path"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -114,8 +115,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		return exitUsage
 	}
 	m.Program, m.Args = flags.Arg(1), flags.Args()[2:]
-	m.Tools = append(vmtest.DefaultTools, tools...)
-	m.Modules = append(vmtest.DefaultModules, modules...)
+	m.Tools = slices.Concat(vmtest.DefaultTools, tools)
+	m.Modules = slices.Concat(vmtest.DefaultModules, modules)
 	m.Env = environment(os.Environ(), env)
 	m.Output, m.Log = stdout, prefixed{stderr}
 	if *console {

@@ -46,7 +46,7 @@ const (
 	failed  = "failed "
 )
 
-// Starting, Ending and Failing write the lines of a report.
+// Starting reports that the program was started.
 func Starting(w io.Writer) { fmt.Fprintln(w, started) }
 
 // Ending reports the exit code.

@@ -29,11 +29,11 @@ func TestDocument(t *testing.T) {
 
 // The columns of the document are the kernels that are tested.
 func TestSeries(t *testing.T) {
-	var columns []string
+	var want []string
 	for _, v := range kerneltest.Series {
-		columns = append(columns, v.String())
+		want = append(want, v.String())
 	}
-	if want := append(columns, vmtest.Newest); !slices.Equal(vmtest.Series, want) {
+	if want = append(want, vmtest.Newest); !slices.Equal(vmtest.Series, want) {
 		t.Errorf("tests run on %q, the columns are %q", vmtest.Series, want)
 	}
 }
