@@ -38,7 +38,8 @@ func OpenStore(log io.Writer) (*Store, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := os.MkdirAll(dir, 0o755); err != nil {
+	// Nobody else gets at the set-user-ID programs of old releases.
+	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("make folder for packages: %w; %s names another", err, StoreEnv)
 	}
 	return &Store{dir: dir, log: log}, nil
