@@ -72,17 +72,10 @@ func (t *translation) loadIndirect(i int, ins bpf.RawInstruction) {
 		return
 	}
 	if !t.direct {
-		offset := []asm.Instruction{asm.Mov.Reg32(asm.R2, regX)}
-		if ins.K != 0 {
-			offset = append(offset, asm.Add.Imm32(asm.R2, int32(ins.K)))
-		}
-		t.callLoader(size, offset...)
+		t.callLoader(size, sum(asm.R2, ins.K)...)
 		return
 	}
-	t.emit(asm.Mov.Reg32(asm.R1, regX))
-	if ins.K != 0 {
-		t.emit(asm.Add.Imm32(asm.R1, int32(ins.K)))
-	}
+	t.emit(sum(asm.R1, ins.K)...)
 	t.jumpTo(asm.JGT.Imm32(asm.R1, directEnd, ""), false, i)
 	t.emit(
 		asm.Add.Reg(asm.R1, regData),
@@ -92,6 +85,13 @@ func (t *translation) loadIndirect(i int, ins bpf.RawInstruction) {
 	t.jumpTo(asm.JGT.Reg(asm.R2, regEnd, ""), false, i)
 	t.emit(asm.LoadMem(regA, asm.R1, udpHeader, width(size)))
 	t.emit(hostOrder(regA, size)...)
+}
+
+// sum puts X+k into a register. A copy of X that k is added to would not do: the
+// verifier of Linux 6.11 and later knows it as X with a distance, and takes the
+// distance for part of the pointer that is made with it.
+func sum(r asm.Register, k uint32) []asm.Instruction {
+	return []asm.Instruction{asm.Mov.Imm32(r, int32(k)), asm.Add.Reg32(r, regX)}
 }
 
 // callLoader calls the function that loads so many bytes from the offset that
