@@ -130,7 +130,7 @@ func Translate(program []bpf.RawInstruction, o Options) (asm.Instructions, error
 		t.copyOf(!direct)
 	}
 	// Conditional jumps lead from the first copy to the second.
-	if !direct || len(t.code) > math.MaxInt16 {
+	if !direct || grown(t.code) > math.MaxInt16 {
 		t = newTranslation(f, o)
 		t.entered[0] = true
 		t.copyOf(false)
@@ -482,9 +482,10 @@ func (t *translation) ancillary(k uint32) {
 // finish joins the parts, and resolves the jumps.
 func (t *translation) finish() asm.Instructions {
 	for _, j := range t.jumps {
-		distance := t.start[index(j.direct)][j.target] - j.at - 1
+		target := t.start[index(j.direct)][j.target]
+		distance := target - j.at - 1
 		ins := &t.code[j.at]
-		if distance > math.MaxInt16 {
+		if distance > math.MaxInt16/maxGrowth && grown(t.code[j.at+1:target]) > math.MaxInt16 {
 			// Only an unconditional jump leads that far.
 			ins.OpCode, ins.Constant, ins.Offset = asm.LongJump("").OpCode, int64(distance), 0
 			continue
@@ -515,6 +516,30 @@ func (t *translation) finish() asm.Instructions {
 		}
 	}
 	return all
+}
+
+// maxGrowth is the largest number of instructions that the kernel makes of one.
+const maxGrowth = 8
+
+// grown is how long code can get when the kernel replaces some instructions by
+// several (convert_ctx_accesses and do_misc_fixups of kernel/bpf/verifier.c,
+// bpf_gen_ld_abs of net/core/filter.c). Jumps over it have to fit then, too.
+func grown(code asm.Instructions) int {
+	n := 0
+	for _, ins := range code {
+		class, op := ins.OpCode.Class(), ins.OpCode.ALUOp()
+		switch {
+		case class == asm.LdClass:
+			n += maxGrowth
+		case class == asm.ALUClass && (op == asm.Div || op == asm.Mod),
+			class == asm.LdXClass && ins.Src != asm.R10,
+			ins.IsBuiltinCall():
+			n += 5
+		default:
+			n++
+		}
+	}
+	return n
 }
 
 // touches reports whether the code uses a register.
