@@ -144,7 +144,6 @@ func TestFilterDifferential(t *testing.T) {
 
 // TestRefusedLikeKernel damages programs, and compares what is refused.
 func TestRefusedLikeKernel(t *testing.T) {
-	testutil.NetNS(t)
 	w := newWire(t)
 	r := seeded("refuse")
 	refused, accepted := 0, 0

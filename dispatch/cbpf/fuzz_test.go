@@ -63,6 +63,7 @@ func decode(b []byte) []bpf.RawInstruction {
 // to attach is refused, and nothing else; the verifier accepts all that is
 // translated; and a filter returns what the machine in Go does.
 func FuzzTranslate(f *testing.F) {
+	needBPF(f)
 	r := seeded("fuzz")
 	packet := r.octets(60)
 	for n := range 20 {
@@ -73,7 +74,6 @@ func FuzzTranslate(f *testing.F) {
 	f.Add(encode([]bpf.RawInstruction{op(0x20, offAncillary+adIfIndex), op(0x20, offAncillary+adRandom), op(0x06, 1)}), packet)
 	f.Add([]byte{6}, packet)
 	f.Fuzz(func(t *testing.T, octets, packet []byte) {
-		needBPF(t)
 		program := decode(octets)
 		w := newWire(t)
 		kernel := attachClassic(w.to, unix.SO_ATTACH_FILTER, program)
@@ -100,7 +100,8 @@ func FuzzTranslate(f *testing.F) {
 			spec := &ebpf.ProgramSpec{Type: ebpf.SocketFilter, License: "Dual BSD/GPL", Instructions: code}
 			if context == ReusePort {
 				main := function("main", asm.Instructions{asm.Call.Label(DefaultSymbol), asm.Mov.Imm(asm.R0, 1), asm.Return()})
-				spec.Type, spec.AttachType, spec.Instructions = ebpf.SkReuseport, ebpf.AttachSkReuseportSelect, append(main, code...)
+				spec.Type, spec.AttachType = ebpf.SkReuseport, ebpf.AttachSkReuseportSelect
+				spec.Instructions = slices.Concat(main, code)
 			}
 			p := load(t, spec, program)
 			if context == SocketFilter && len(packet) > 0 && len(packet) < 1500 && !slices.ContainsFunc(program, isAncillary) {

@@ -466,7 +466,11 @@ func chooserMaps(t testing.TB, sockets int) (array, noted *ebpf.Map) {
 		if *m, err = ebpf.NewMap(spec); err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { (*m).Close() })
+		t.Cleanup(func() {
+			if err := (*m).Close(); err != nil {
+				t.Error(err)
+			}
+		})
 	}
 	return array, noted
 }

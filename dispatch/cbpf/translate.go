@@ -43,8 +43,9 @@ type Options struct {
 	// Context is the type of program that has the function; SocketFilter by
 	// default.
 	Context Context
-	// Symbol is the name of the function, [DefaultSymbol] by default. Functions
-	// that it calls have names that begin with it and an underscore.
+	// Symbol is the name of the function, an identifier of C; [DefaultSymbol] by
+	// default. Functions that it calls have names that begin with it and an
+	// underscore.
 	Symbol string
 }
 
