@@ -94,7 +94,7 @@ func TestFilterDifferential(t *testing.T) {
 	classic, translated := newWire(t), newWire(t)
 	r := seeded("filter")
 	var pairs, vms, ended, zero int
-	for n := range amount(400, 5000) {
+	for n := range amount(1000, 5000) {
 		length := pick(r, 1, 20, 60, 300) + r.IntN(40)
 		g := generator{random: r, length: length, headers: true}
 		if r.chance(60) {

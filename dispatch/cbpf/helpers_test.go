@@ -263,9 +263,9 @@ func (g generator) constant() uint32 {
 
 func (g generator) offset() uint32 {
 	switch p := g.IntN(100); {
-	case p < 80:
+	case p < 90:
 		return g.Uint32N(uint32(max(g.length, 8)) / 2)
-	case p < 93:
+	case p < 94:
 		return g.Uint32N(uint32(g.length) + 8)
 	case p < 96 && g.headers:
 		return pick[uint32](g.random, offNetwork, offLink) + g.Uint32N(uint32(g.length)+30)

@@ -185,9 +185,9 @@ func TestReturnConstant(t *testing.T) {
 	}
 }
 
-// TestFilterAncillary compares what a filter reads about a packet with the
-// kernel's classic filter, on a UDP socket.
-func TestFilterAncillary(t *testing.T) {
+// TestFilterOnUDP compares what a filter reads about a packet, and relative to
+// its headers, with the kernel's classic filter, on a UDP socket.
+func TestFilterOnUDP(t *testing.T) {
 	needBPF(t)
 	testutil.NetNS(t)
 	// Of this group one member gets everything. A filter on a UDP socket sees the
@@ -200,7 +200,8 @@ func TestFilterAncillary(t *testing.T) {
 		t.Fatal(err)
 	}
 	to := g.sockets[0]
-	datagram := make([]byte, 64)
+	const xValue = 0xabcd
+	datagram := seeded("UDP").octets(64)
 	// keeps is how much of the datagram the filter keeps.
 	keeps := func() int {
 		t.Helper()
@@ -213,14 +214,29 @@ func TestFilterAncillary(t *testing.T) {
 		}
 		return n
 	}
+	loads := map[string]bpf.RawInstruction{
+		"payload":             op(0x20, 8),
+		"length of UDP":       op(0x28, 4),
+		"length":              op(0x80, 0),
+		"length of IP":        op(0x28, offNetwork+2),
+		"source address":      op(0x20, offNetwork+12),
+		"payload from IP":     op(0x20, offNetwork+28),
+		"past the end":        op(0x20, offNetwork+28+61),
+		"Ethernet type":       op(0x28, offLink+12),
+		"IP from Ethernet":    op(0x30, offLink+14),
+		"below all headers":   op(0x30, offLink-1),
+		"indirect, to header": op(0x48, offNetwork-xValue+2),
+	}
 	for k, name := range ancillaryNames {
-		if refuseAncillary(k, SocketFilter) != "" || k == adRandom || k == adCPU {
-			continue
+		if refuseAncillary(k, SocketFilter) == "" && k != adRandom && k != adCPU {
+			loads[name] = op(0x20, offAncillary+k)
 		}
+	}
+	for name, ins := range loads {
 		for bit := 0; bit < 32; bit += 4 {
 			// At least the UDP header is kept, and one byte.
 			program := []bpf.RawInstruction{
-				op(0x01, 0xabcd), op(0x00, 0x1234), op(0x20, offAncillary+k),
+				op(0x01, xValue), op(0x00, 0x1234), ins,
 				op(0x74, uint32(bit)), op(0x54, 15), op(0x04, 9), op(0x16, 0),
 			}
 			if err := attachClassic(to, unix.SO_ATTACH_FILTER, program); err != nil {
@@ -237,7 +253,7 @@ func TestFilterAncillary(t *testing.T) {
 			if err := p.Close(); err != nil {
 				t.Fatal(err)
 			}
-			if mark := 0x12345 >> bit & 15; k == adMark && want != 1+mark {
+			if mark := 0x12345 >> bit & 15; name == "SKF_AD_MARK" && want != 1+mark {
 				t.Errorf("%s, bit %d: the kernel keeps %d, want %d", name, bit, want, 1+mark)
 			}
 		}

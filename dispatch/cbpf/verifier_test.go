@@ -226,3 +226,66 @@ func TestLongRandomPrograms(t *testing.T) {
 		}
 	}
 }
+
+// branchy makes a program of the full length whose ways part and meet at every
+// turn, up to reach instructions further on.
+func branchy(r random, reach uint32) []bpf.RawInstruction {
+	var program []bpf.RawInstruction
+	for k := range uint32(16) {
+		program = append(program, op(0x02, k))
+	}
+	const tail = 16
+	for len(program) < MaxInstructions-tail {
+		following := uint32(MaxInstructions - len(program) - 1)
+		near := func() uint8 { return uint8(r.Uint32N(min(following, reach))) }
+		var ins bpf.RawInstruction
+		switch p := r.IntN(100); {
+		case p < 40:
+			ins = jmp(pick[uint16](r, 0x15, 0x25, 0x35, 0x45)|pick[uint16](r, 0, 8), r.Uint32N(16), near(), near())
+		case p < 50:
+			ins = op(pick[uint16](r, 0x00, 0x01), r.Uint32N(100))
+		case p < 60:
+			ins = op(pick[uint16](r, 0x02, 0x03, 0x60, 0x61), r.Uint32N(16))
+		case p < 68:
+			ins = op(pick[uint16](r, 0x07, 0x87), 0)
+		case p < 80:
+			ins = op(pick[uint16](r, 0x04, 0x14, 0x24, 0x54)|pick[uint16](r, 0, 8), r.Uint32N(100))
+		case p < 90:
+			ins = op(pick[uint16](r, 0x50, 0x48, 0x40), r.Uint32N(100))
+		case p < 98:
+			ins = op(pick[uint16](r, 0x30, 0x28, 0x20, 0xb1), r.Uint32N(200))
+		default:
+			ins = op(0x16, 0)
+		}
+		program = append(program, ins)
+	}
+	return append(program, slices.Repeat([]bpf.RawInstruction{op(0x16, 0)}, tail)...)
+}
+
+// TestVerifierAcceptsBranchy loads long random programs that are hard on the
+// verifier.
+func TestVerifierAcceptsBranchy(t *testing.T) {
+	needBPF(t)
+	array, noted := chooserMaps(t, members)
+	r := seeded("branchy")
+	for _, reach := range []uint32{3, 10, 100, 255} {
+		for range amount(1, 12) {
+			program := branchy(r, reach)
+			p := loadFilter(t, program)
+			code := translate(t, program, Options{Context: ReusePort})
+			choose := load(t, chooser(code, array, noted), program)
+			for range 10 {
+				packet := r.octets(1 + r.IntN(300))
+				m := machine{packet: packet}
+				if got, want := testRun(t, p, packet), m.run(program); got != want {
+					t.Fatalf("%#x for %x, want %#x", got, packet, want)
+				}
+			}
+			for _, p := range []*ebpf.Program{p, choose} {
+				if err := p.Close(); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	}
+}
