@@ -12,6 +12,7 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
+	"github.com/cilium/ebpf/rlimit"
 	"golang.org/x/net/bpf"
 	"golang.org/x/sys/unix"
 
@@ -26,8 +27,11 @@ func long() bool { return os.Getenv("INSTAR_TEST_LONG") != "" }
 
 // amount is how many programs a test tries.
 func amount(usual, many int) int {
-	if long() {
+	switch {
+	case long():
 		return many
+	case testing.Short():
+		return max(1, usual/20)
 	}
 	return usual
 }
@@ -397,6 +401,9 @@ func translate(t testing.TB, program []bpf.RawInstruction, o Options) asm.Instru
 func needBPF(t testing.TB) {
 	t.Helper()
 	testutil.Need(t, capset.BPF, capset.Perfmon, capset.NetAdmin)
+	if err := rlimit.RemoveMemlock(); err != nil { // before Linux 5.11
+		t.Fatal(err)
+	}
 }
 
 // loadFilter loads a translation as a socket filter of its own.

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/rlimit"
 	"golang.org/x/net/bpf"
 
 	dataplane "instar/bpf"
@@ -18,6 +19,9 @@ import (
 // that the verifier looks at by itself, among compiled ones.
 func TestLinked(t *testing.T) {
 	testutil.Need(t, capset.BPF, capset.Perfmon, capset.NetAdmin)
+	if err := rlimit.RemoveMemlock(); err != nil { // before Linux 5.11
+		t.Fatal(err)
+	}
 	program, err := bpf.Assemble([]bpf.Instruction{
 		bpf.LoadAbsolute{Off: 0, Size: 2},
 		bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: 0x746b, SkipTrue: 4},

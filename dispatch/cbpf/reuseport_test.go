@@ -224,7 +224,10 @@ func TestReusePortHeaders(t *testing.T) {
 		{"length to X", []bpf.RawInstruction{op(0x81, 0), op(0x87, 0)}, 5},
 	} {
 		// The classic program says by its choice, bit by bit, what it has.
-		for bit := range 32 {
+		for bit := 0; bit < 32; bit += 3 {
+			if testing.Short() && bit%2 != 0 {
+				continue
+			}
 			if bit > 0 && tc.name == "destination port" {
 				break // each group has its own
 			}

@@ -16,7 +16,12 @@ import (
 )
 
 // hardLength is how long hard programs are.
-func hardLength() int { return amount(1024, MaxInstructions) }
+func hardLength() int {
+	if testing.Short() {
+		return 256
+	}
+	return amount(1024, MaxInstructions)
+}
 
 // fill repeats instructions up to the length of a hard program, which ends with
 // others.
@@ -137,6 +142,9 @@ func TestVerifierAccepts(t *testing.T) {
 			for _, context := range []Context{SocketFilter, ReusePort} {
 				if name == "jump of 32 bits" {
 					needLongJump(t)
+					if testing.Short() {
+						continue
+					}
 					if context == SocketFilter && !long() {
 						continue // the kernel takes seconds
 					}
@@ -269,6 +277,9 @@ func TestVerifierAcceptsBranchy(t *testing.T) {
 	array, noted := chooserMaps(t, members)
 	r := seeded("branchy")
 	for _, reach := range []uint32{3, 10, 100, 255} {
+		if testing.Short() && reach != 100 {
+			continue
+		}
 		for range amount(1, 12) {
 			program := branchy(r, reach)
 			p := loadFilter(t, program)
