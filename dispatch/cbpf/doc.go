@@ -76,6 +76,9 @@
 //   - In a ReusePort program a load relative to a header reads the linear part
 //     of the packet only, and 65535 bytes from the header at most. The kernel's
 //     own filter had the first limit until Linux 6.16.
+//   - To load a program with a ReusePort translation takes CAP_BPF and
+//     CAP_PERFMON: without the latter the verifier refuses arithmetic with
+//     pointers.
 //   - Linux 5.10 is the oldest kernel. A jump over some thousand instructions
 //     that load or that ways meet at can need one of 32 bits, which Linux 6.6
 //     has; most such programs no kernel takes as classic ones.
