@@ -35,8 +35,9 @@ enum instar_steering {
 };
 
 /*
- * What a dissector of custom steering returns. Up to 0xffff: the cookie of a worker,
- * as a packet brings it back. With the highest bit: a key of a flow, whose first packet
+ * What a dissector of custom steering returns. 1 to 0xffff: the cookie of a worker, as a
+ * packet brings it back; it is the handle with all bits turned over, so that 0, which
+ * says little, is nobody's. With the highest bit: a key of a flow, whose first packet
  * goes to the active generation and whose later ones follow it. Everything else: of
  * nobody, for the active generation.
  */

@@ -56,7 +56,8 @@ const (
 	SteeringWireGuard = uint32(quicInstarSteeringINSTAR_STEERING_WIREGUARD)
 	SteeringCustom    = uint32(quicInstarSteeringINSTAR_STEERING_CUSTOM)
 
-	// DissectedCookies is the first number that is no cookie; DissectedKey marks a key.
+	// DissectedCookies is the first number that is no cookie, of which 0 is none either;
+	// DissectedKey marks a key.
 	DissectedCookies = uint64(customInstarDissectedINSTAR_DISSECTED_COOKIES)
 	DissectedKey     = uint64(1) << customInstarDissectedINSTAR_DISSECTED_KEY_BIT
 

@@ -37,8 +37,9 @@ int custom(struct sk_reuseport_md *ctx)
 		siphash_block(&s, names);
 		return affine(ctx, siphash_end(&s, 8ULL << 56));
 	}
-	if (names < INSTAR_DISSECTED_COOKIES) {
-		__u32 slot = names >> 8, worker = names & 0xff;
+	if (names && names < INSTAR_DISSECTED_COOKIES) {
+		__u32 handle = names ^ (INSTAR_DISSECTED_COOKIES - 1);
+		__u32 slot = handle >> 8, worker = handle & 0xff;
 
 		if (worker < max_workers && select_socket(ctx, slot, worker))
 			return passed(c, INSTAR_VERDICT_OWNER, slot);

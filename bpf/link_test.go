@@ -73,7 +73,7 @@ func TestCustom(t *testing.T) {
 	g.setOrder(1, []uint8{2, 1}, nil)
 	g.activate(g.word(2, 1))
 	says := func(names uint64) []byte { return binary.BigEndian.AppendUint64(nil, names) }
-	cookie := func(slot, worker uint8) []byte { return says(uint64(connid.MakeHandle(slot, worker))) }
+	cookie := func(slot, worker uint8) []byte { return says(uint64(connid.MakeHandle(slot, worker) ^ 0xffff)) }
 
 	for range 3 {
 		g.wantSteered("a cookie of the draining one", cookie(1, 1), "1/1", "owner=1 slot1=1")
@@ -82,6 +82,7 @@ func TestCustom(t *testing.T) {
 	g.wantSteered("a cookie of nobody", cookie(5, 1), "2/*", "orphan=1 slot2=1")
 	g.wantSteered("a worker that cannot be", cookie(1, 200), "2/*", "orphan=1 slot2=1")
 	g.wantSteered("the last cookie", says(0xffff), "2/*", "orphan=1 slot2=1")
+	g.wantSteered("nothing", says(0), "2/*", "new=1 slot2=1")
 	g.wantSteered("one more", says(0x10000), "2/*", "new=1 slot2=1")
 	g.wantSteered("a short packet", []byte("short"), "2/*", "new=1 slot2=1")
 	g.wantSteered("the largest number without a key", says(1<<63-1), "2/*", "new=1 slot2=1")

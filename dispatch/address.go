@@ -142,6 +142,10 @@ func (o Options) withDefaults() (Options, key, error) {
 	if o.FlowLearning > LearnAssured {
 		return o, k, fmt.Errorf("%w: FlowLearning is %d; use LearnReceived or LearnAssured", ErrOptions, o.FlowLearning)
 	}
+	if o.Steering == SteeringCustom && o.MaxGenerations == LimitGenerations && o.Workers == LimitWorkers {
+		return o, k, fmt.Errorf("%w: with SteeringCustom there are no cookies for %d generations of %d workers; take one less of either",
+			ErrOptions, LimitGenerations, LimitWorkers)
+	}
 	if o.ReceiveBuffer < 0 {
 		return o, k, fmt.Errorf("%w: ReceiveBuffer is %d bytes, want 0 or more", ErrOptions, o.ReceiveBuffer)
 	}

@@ -5,6 +5,7 @@ package cli
 import (
 	"errors"
 	"fmt"
+	"os"
 	"os/user"
 	"strconv"
 	"strings"
@@ -13,12 +14,14 @@ import (
 	"golang.org/x/sys/unix"
 
 	"instar/dispatch"
+	"instar/dispatch/cbpf"
 )
 
 func (a *app) prepareCommand() *cobra.Command {
 	var owner, steering string
 	var o dispatch.Options
 	var assured bool
+	var classic string
 	cmd := &cobra.Command{
 		Use:   "prepare --owner USER[:GROUP] --service NAME ADDRESS",
 		Short: "Make a group as root and give it to a user",
@@ -44,6 +47,11 @@ standard error.`,
 				return usagef("--steering: %w", err)
 			}
 			o.Address, o.Root = args[0], a.root
+			if classic != "" {
+				if o.Dissector, err = readClassic(classic); err != nil {
+					return err
+				}
+			}
 			if assured {
 				o.FlowLearning = dispatch.LearnAssured
 			}
@@ -67,13 +75,31 @@ standard error.`,
 	f.StringVar(&o.Service, "service", "", "the `name` under which the server joins: its Options.Service")
 	f.StringVar(&o.Network, "network", "udp", "the `kind` of sockets: udp, udp4 or udp6")
 	f.StringVar(&o.Device, "device", "", "the network `device` that the sockets are bound to")
-	f.StringVar(&steering, "steering", "quic", "the `kind` of steering: quic, stateless for DNS and the like, flow, by the sender's address, or wireguard")
+	f.StringVar(&steering, "steering", "quic", "the `kind` of steering: quic, stateless for DNS and the like, flow, by the sender's address, wireguard, or custom with --cbpf")
 	f.IntVar(&o.MaxGenerations, "max-generations", dispatch.DefaultMaxGenerations, "room for `n` generations at the same time, 2 to 256")
 	f.IntVar(&o.Workers, "workers", dispatch.DefaultWorkers, "room for `n` sockets of each generation, 1 to 256")
 	f.IntVar(&o.FlowEntries, "flow-entries", dispatch.DefaultFlowEntries, "room for `n` remembered flows, 64 to 16777216")
 	f.DurationVar(&o.FlowTimeout, "flow-timeout", dispatch.DefaultFlowTimeout, "steering flow: the `time` after which a silent flow is forgotten, 1s to 18h")
+	f.StringVar(&classic, "cbpf", "", "steering custom: a `file` with a classic BPF program, as tcpdump -ddd prints it, that returns the cookie of a worker or 0")
 	f.BoolVar(&assured, "assured", false, "steering flow: remember the flows that the server assures, not each that begins")
 	return cmd
+}
+
+// readClassic reads a classic BPF program.
+func readClassic(path string) (*dispatch.Dissector, error) {
+	text, err := os.ReadFile(path) // #nosec G304: the user's
+	if err != nil {
+		return nil, usagef("--cbpf: %w", err)
+	}
+	program, err := cbpf.Parse(string(text))
+	if err != nil {
+		return nil, usagef("--cbpf %s: %w", path, err)
+	}
+	d, err := dispatch.ClassicDissector(program)
+	if err != nil {
+		return nil, usagef("--cbpf %s: %w", path, err)
+	}
+	return d, nil
 }
 
 // existing is a group as it was before "prepare".
