@@ -83,6 +83,6 @@ func (d *Dissector) forLinking() *bpf.Dissector {
 	return &d.linked
 }
 
-// Cookie, which is never 0, names a worker for a dissector of SteeringCustom: the server puts it into what its
-// peers send back. Workers are counted from 0.
+// Cookie names a worker for a dissector of SteeringCustom: the server puts it into what its
+// peers send back. It is never 0. Workers are counted from 0.
 func (n *Generation) Cookie(worker int) uint16 { return ^uint16(n.Handle(worker)) }

@@ -31,8 +31,9 @@ func main() {
 	workers := flag.Int("workers", 2, "UDP sockets")
 	flag.Parse()
 	ctx, cancel := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
-	defer cancel()
-	if err := run(ctx, *addr, *control, *root, *workers); err != nil {
+	err := run(ctx, *addr, *control, *root, *workers)
+	cancel()
+	if err != nil {
 		log.Fatal(err)
 	}
 }
