@@ -270,6 +270,7 @@ func TestWorkerDies(t *testing.T) {
 // not taken for a stranger: not when others had all slots since, not when its process
 // cannot be looked into, and not when that is in another PID namespace.
 func TestDrainedGenerationStays(t *testing.T) {
+	testutil.Slow(t)
 	w := newWorld(t)
 	who := nobody(t)
 	const address = "127.0.0.1:4433"

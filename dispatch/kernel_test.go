@@ -3,13 +3,16 @@
 package dispatch_test
 
 import (
+	"os"
 	"runtime"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
 	"instar/dispatch"
 	"instar/internal/capset"
+	"instar/internal/kernel"
 	"instar/internal/testutil"
 )
 
@@ -32,4 +35,16 @@ func TestOldKernel(t *testing.T) {
 		t.Fatal(errno)
 	}
 	wantRefused(t, "load", err, "not-supported", "Linux 2.6 is running", "5.10 is the oldest", "invalid argument")
+}
+
+// needUnprivilegedMaps is for tests of servers without capabilities.
+func needUnprivilegedMaps(t *testing.T) {
+	t.Helper()
+	setting, err := os.ReadFile("/proc/sys/kernel/unprivileged_bpf_disabled")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if strings.TrimSpace(string(setting)) != "0" {
+		testutil.Since(t, kernel.Version{Major: 5, Minor: 19}, "kernel.unprivileged_bpf_disabled is set")
+	}
 }

@@ -8,13 +8,11 @@ import (
 	"math"
 	"os"
 	"slices"
-	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
 	"instar/dispatch"
-	"instar/internal/kernel"
 	"instar/internal/sockdiag"
 	"instar/internal/testutil"
 )
@@ -243,9 +241,7 @@ func TestUnprivilegedServer(t *testing.T) {
 	disabled, err := os.ReadFile(sysctl)
 	w.must(err)
 	t.Logf("kernel.unprivileged_bpf_disabled is %s", disabled)
-	if strings.TrimSpace(string(disabled)) != "0" {
-		testutil.Since(t, kernel.Version{Major: 5, Minor: 19}, "kernel.unprivileged_bpf_disabled is set")
-	}
+	needUnprivilegedMaps(t)
 	o := w.options(address)
 	path, err := dispatch.Prepare(o, dispatch.Owner{UID: who.UID, GID: who.GID})
 	w.must(err)

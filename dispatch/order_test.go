@@ -17,6 +17,7 @@ import (
 	"pgregory.net/rapid"
 
 	"instar/dispatch"
+	"instar/internal/testutil"
 )
 
 // TestOrderRules compares the pure functions with two lists: those that were
@@ -299,6 +300,7 @@ func (m *model) check(t *rapid.T) {
 // each one it compares the table, the state of each generation and, by packets,
 // the data plane with a model of the documented rules.
 func TestTableAgainstModel(t *testing.T) {
+	testutil.Slow(t)
 	w := newWorld(t)
 	// The guard would mend at a time that the model does not know.
 	dispatch.SetGuardEvery(t, time.Hour)

@@ -477,6 +477,7 @@ func TestAddressThatCannotBeBound(t *testing.T) {
 	// I7: a port that the user may not bind is refused at the start.
 	t.Run("privileged port", func(t *testing.T) {
 		testutil.NeedRoot(t)
+		needUnprivilegedMaps(t)
 		w.ns.Run(func() {
 			w := &world{t, w.ns, w.root}
 			o := w.options("127.0.0.1:443")

@@ -113,13 +113,14 @@ func (w *world) workerPerCPU(o dispatch.Options) (*dispatch.Group, *dispatch.Gen
 // attached, take no packet with them, whatever their place in the kernel's hash chain
 // (B3, I11). Without closeSockets one in fifty of them does.
 func TestLeavingSocketsLoseNothing(t *testing.T) {
+	testutil.Slow(t)
 	needWorld(t)
 	for _, address := range []string{"127.0.0.1:4433", "[::1]:4433"} {
 		t.Run(address, func(t *testing.T) {
 			w := newWorld(t)
 			g, active := w.workerPerCPU(w.options(address))
 			f := w.flood(address, active)
-			for range testutil.UnlessShort(150, 2) {
+			for range 150 {
 				n := w.join(g, 1)
 				w.must(n.Close())
 				g.SetProgramBuild("another")

@@ -72,6 +72,9 @@ func (h hardware) arguments(with acceleration, image, initramfs, console, status
 	}
 	// What goes wrong in the kernel ends the machine.
 	line := "console=ttyS0 quiet panic=-1 oops=panic"
+	if with == tcg {
+		line += " nokaslr no5lvl tsc=reliable" // takes a seventh less time
+	}
 	if h.append != "" {
 		line += " " + h.append
 	}

@@ -192,7 +192,7 @@ func TestArguments(t *testing.T) {
 	h := hardware{memory: 512, cpus: 3, append: "extra words"}
 	for with, want := range map[acceleration]string{kvm: "-accel kvm -cpu host -smp 3", tcg: "-smp 1"} {
 		got := strings.Join(h.arguments(with, "IMAGE", "INITRAMFS", "CONSOLE", "STATUS"), " ")
-		for _, want := range []string{want, "-m 512 ", "-kernel IMAGE", "-initrd INITRAMFS", "panic=-1 oops=panic extra words", "file:CONSOLE", "file:STATUS"} {
+		for _, want := range []string{want, "-m 512 ", "-kernel IMAGE", "-initrd INITRAMFS", "panic=-1 oops=panic", " extra words", "file:CONSOLE", "file:STATUS"} {
 			if !strings.Contains(got, want) {
 				t.Errorf("%s: no %q in %s", with, want, got)
 			}

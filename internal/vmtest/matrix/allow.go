@@ -34,13 +34,18 @@ var allowances = []allowance{
 	{pkg: "dispatch", test: "TestKilledRollingBack", reason: tooSlow},
 	{pkg: "dispatch", test: "TestKilledRollingBackToOneWithADeadline", reason: tooSlow},
 	{pkg: "dispatch", test: "TestKilledUpgradingTheProgram", reason: tooSlow},
+	{pkg: "dispatch", test: "TestDrainedGenerationStays", reason: tooSlow},
+	{pkg: "dispatch", test: "TestLeavingSocketsLoseNothing", reason: tooSlow},
 	{pkg: "dispatch", test: "TestManyGenerations", reason: tooSlow},
 	{pkg: "dispatch", test: "TestManyWorkers", reason: tooSlow},
 	{pkg: "dispatch", test: "TestMissingPin", reason: tooSlow},
 	{pkg: "dispatch", test: "TestSeveralGroupsInOneProcess", reason: tooSlow},
+	{pkg: "dispatch", test: "TestTableAgainstModel", reason: tooSlow},
 	{pkg: "handover", test: "TestAnotherControlSocket", reason: tooSlow},
 	{pkg: "handover", test: "TestExecutableReplaced", reason: tooSlow},
+	{pkg: "dispatch", test: "TestAddressThatCannotBeBound/privileged_port", reason: "kernel 5.10 is older than 5.19", series: []string{"5.10"}},
 	{pkg: "dispatch", test: "TestUnprivilegedServer", reason: "kernel 5.10 is older than 5.19", series: []string{"5.10"}},
+	{pkg: "dispatch/quicgo", test: "TestOffloads/as_it_is", reason: "kernel 5.10 is older than 6.1", series: []string{"5.10"}},
 	{pkg: "handover", test: "TestSendWhileReceiving", reason: "kernel 5.10 is older than 6.1", series: []string{"5.10"}},
 }
 
