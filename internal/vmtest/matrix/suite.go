@@ -40,18 +40,16 @@ type result struct {
 	kernel *vmtest.Kernel
 	suite  *suite
 
-	err     error            // the kernel cannot be had, or the machine failed
-	tests   *summary.Summary // nil when there is no kernel
-	output  bytes.Buffer     // failures in full
-	took    time.Duration
-	unused  []allowance // were not needed
-	started bool
+	err    error            // the kernel cannot be had, or the machine failed
+	tests  *summary.Summary // nil when there is no kernel
+	output bytes.Buffer     // failures in full
+	took   time.Duration
+	unused []allowance // were not needed
 }
 
 // run runs the tests in a machine of their own.
 func (r *result) run(ctx context.Context, built programs) {
 	began := time.Now()
-	r.started = true
 	r.tests = summary.New(&r.output)
 	used := map[int]bool{}
 	r.tests.Refuse = func(s summary.Skip) bool {
