@@ -27,6 +27,7 @@ var hammer = testutil.NewProgram("hammer", func(c *testutil.Conversation) error 
 	if err != nil {
 		return err
 	}
+	dispatch.SetSettle(2 * testTime) // the others may have no CPU for a while
 	c.Send("ready")
 	c.Recv()
 	joined, full := 0, 0

@@ -83,6 +83,9 @@ func NewTable(t testing.TB) Table {
 	return Table{table{Control: (*bpf.Control)(unsafe.Pointer(&memory[0])), generations: uint32(bpf.MaxSlots)}}
 }
 
+// SetSettle is for processes of a test that are many: how long sockets may take to go.
+func SetSettle(d time.Duration) { settle = d }
+
 // Change publishes an order as a transaction does.
 func (t Table) Change(slots []uint8, activated int) {
 	t.publish(slots, activated)

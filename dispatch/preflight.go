@@ -19,7 +19,7 @@ import (
 
 // settle is how long a socket that stands in the way may take to go, where its process
 // may just be closing it or dying.
-const settle = 3 * time.Second
+var settle = 3 * time.Second
 
 // rival is a socket that stands in the way.
 type rival struct {
