@@ -39,6 +39,10 @@ int custom(struct sk_reuseport_md *ctx)
 	}
 	if (names && names < INSTAR_DISSECTED_COOKIES) {
 		__u32 handle = names ^ (INSTAR_DISSECTED_COOKIES - 1);
+
+		/* Not every verifier sees the bounds of an XOR: they are told again. */
+		barrier_var(handle);
+		handle &= INSTAR_DISSECTED_COOKIES - 1;
 		__u32 slot = handle >> 8, worker = handle & 0xff;
 
 		if (worker < max_workers && select_socket(ctx, slot, worker))
