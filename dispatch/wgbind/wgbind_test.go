@@ -83,6 +83,7 @@ type opened struct {
 	*world
 	bind    *wgbind.Bind
 	packets chan packet
+	closed  chan struct{}
 	readers sync.WaitGroup
 }
 
@@ -90,7 +91,7 @@ func (w *world) open(b *wgbind.Bind) *opened {
 	w.Helper()
 	functions, _, err := b.Open(0)
 	w.must(err)
-	o := &opened{world: w, bind: b, packets: make(chan packet, 4096)}
+	o := &opened{world: w, bind: b, packets: make(chan packet, 4096), closed: make(chan struct{})}
 	for _, receive := range functions {
 		o.readers.Go(func() {
 			batch := make([][]byte, b.BatchSize())
@@ -108,7 +109,10 @@ func (w *world) open(b *wgbind.Bind) *opened {
 					return
 				}
 				for i := range n {
-					o.packets <- packet{bytes.Clone(batch[i][:sizes[i]]), endpoints[i]}
+					select {
+					case o.packets <- packet{bytes.Clone(batch[i][:sizes[i]]), endpoints[i]}:
+					case <-o.closed:
+					}
 				}
 			}
 		})
@@ -118,6 +122,7 @@ func (w *world) open(b *wgbind.Bind) *opened {
 
 func (o *opened) close() {
 	o.Helper()
+	close(o.closed)
 	o.must(o.bind.Close())
 	o.readers.Wait()
 }
@@ -502,7 +507,9 @@ func TestDevices(t *testing.T) {
 	one := w.join("127.0.0.1:51820", 2)
 	w.must(one.Activate())
 	gateway := w.tunnel(w.bind(one), 1, "10.0.0.1")
-	peer := w.tunnel(conn.NewStdNetBind(), 2, "10.0.0.2")
+	// Not on a socket of its own: the device opens its bind from any thread, in whatever
+	// network namespace that is.
+	peer := w.tunnel(w.bind(w.activated("127.0.0.1:51821")), 2, "10.0.0.2")
 	gateway.knows(w, peer, "")
 	peer.knows(w, gateway, "127.0.0.1:51820")
 	w.must(gateway.Up())
