@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wgdemo
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/netip"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.zx2c4.com/wireguard/device"
+)
+
+// peerStatus is what a device knows of a peer.
+type peerStatus struct {
+	key       device.NoisePublicKey
+	endpoint  netip.AddrPort // invalid where there is none
+	handshake time.Time      // the last one; zero for none
+}
+
+// statusOf asks a device for its peers.
+func statusOf(d *device.Device) ([]peerStatus, error) {
+	text, err := d.IpcGet()
+	if err != nil {
+		return nil, fmt.Errorf("ask the device for its peers: %w", err)
+	}
+	return parseStatus(text)
+}
+
+func parseStatus(text string) ([]peerStatus, error) {
+	var all []peerStatus
+	var seconds int64
+	for line := range strings.Lines(text) {
+		key, value, _ := strings.Cut(strings.TrimSuffix(line, "\n"), "=")
+		if key == "public_key" {
+			all = append(all, peerStatus{})
+			if err := all[len(all)-1].key.FromHex(value); err != nil {
+				return nil, fmt.Errorf("read the device's answer: %s: %w", key, err)
+			}
+			continue
+		}
+		if len(all) == 0 {
+			continue // of the device itself
+		}
+		p := &all[len(all)-1]
+		var err error
+		switch key {
+		case "endpoint":
+			p.endpoint, err = netip.ParseAddrPort(value)
+		case "last_handshake_time_sec":
+			seconds, err = strconv.ParseInt(value, 10, 64)
+		case "last_handshake_time_nsec":
+			var nanos int64
+			if nanos, err = strconv.ParseInt(value, 10, 64); err == nil && (seconds != 0 || nanos != 0) {
+				p.handshake = time.Unix(seconds, nanos)
+			}
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read the device's answer: %s: %w", key, err)
+		}
+	}
+	return all, nil
+}
+
+// state is what goes to a successor.
+type state struct {
+	Peers []peerState `json:"peers"`
+}
+
+type peerState struct {
+	PublicKey string         `json:"public_key"` // hexadecimal
+	Endpoint  netip.AddrPort `json:"endpoint"`
+	// Handshake is when the peer's session began; zero for none.
+	Handshake time.Time `json:"handshake,omitzero"`
+}
+
+// writeState writes the peers that have been somewhere.
+func writeState(w io.Writer, peers []peerStatus) error {
+	s := state{Peers: []peerState{}}
+	for _, p := range peers {
+		if p.endpoint.IsValid() {
+			s.Peers = append(s.Peers, peerState{fmt.Sprintf("%x", p.key[:]), p.endpoint, p.handshake})
+		}
+	}
+	return json.NewEncoder(w).Encode(s)
+}
+
+// readState reads what a predecessor wrote.
+func readState(r io.Reader) ([]peerStatus, error) {
+	b, err := io.ReadAll(r) // also whether it is whole
+	if err != nil {
+		return nil, fmt.Errorf("read the predecessor's state: %w", err)
+	}
+	var s state
+	if err := json.Unmarshal(b, &s); err != nil {
+		return nil, fmt.Errorf("read the predecessor's state: %w", err)
+	}
+	var peers []peerStatus
+	for _, p := range s.Peers {
+		status := peerStatus{endpoint: p.Endpoint, handshake: p.Handshake}
+		if err := status.key.FromHex(p.PublicKey); err != nil || !p.Endpoint.IsValid() {
+			return nil, fmt.Errorf("read the predecessor's state: peer %q at %v", p.PublicKey, p.Endpoint)
+		}
+		peers = append(peers, status)
+	}
+	return peers, nil
+}
+
+// recent says whether the peer may have a session.
+func (p *peerStatus) recent(now time.Time) bool {
+	return p.endpoint.IsValid() && !p.handshake.IsZero() && now.Sub(p.handshake) < device.RejectAfterTime
+}
