@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/netip"
 	"os"
 	"sync"
@@ -45,7 +44,7 @@ type GatewayConfig struct {
 	Build string
 
 	// Hold is how long the TUN device is not read after an upgrade while known peers have
-	// not come over. Later their packets wait in the process, which keeps few. Default 200 ms.
+	// not come over. Later their packets wait in the process, which keeps few. Default 100 ms.
 	Hold time.Duration
 	// Deadline is how long this process serves its sessions after it was superseded for
 	// good. Default 10 s.
@@ -152,7 +151,7 @@ func NewGateway(cfg GatewayConfig) (*Gateway, error) {
 		cfg.Build = build.ID()
 	}
 	if cfg.Hold == 0 {
-		cfg.Hold = 200 * time.Millisecond
+		cfg.Hold = 100 * time.Millisecond
 	}
 	if cfg.Deadline == 0 {
 		cfg.Deadline = 10 * time.Second
@@ -356,23 +355,17 @@ const tunQueue = 4000
 // setUpTUN gives the interface its addresses. Routes to further networks of the peers are
 // the administrator's matter.
 func setUpTUN(name string, addresses []netip.Prefix) error {
+	if err := addAddresses(name, addresses); err != nil {
+		return err
+	}
 	link, err := netlink.LinkByName(name)
 	if err != nil {
-		return fmt.Errorf("find interface %s: %w", name, err)
-	}
-	for _, prefix := range addresses {
-		addr := &netlink.Addr{IPNet: &net.IPNet{IP: prefix.Addr().AsSlice(), Mask: net.CIDRMask(prefix.Bits(), prefix.Addr().BitLen())}}
-		if err := netlink.AddrAdd(link, addr); err != nil {
-			return fmt.Errorf("add address %v to interface %s: %w", prefix, name, err)
-		}
+		return fmt.Errorf("find device %s: %w", name, err)
 	}
 	if err := netlink.LinkSetTxQLen(link, tunQueue); err != nil {
 		return fmt.Errorf("set the queue length of interface %s: %w", name, err)
 	}
-	if err := netlink.LinkSetUp(link); err != nil {
-		return fmt.Errorf("set interface %s up: %w", name, err)
-	}
-	return nil
+	return linkUp(name)
 }
 
 // openPipes makes the pipe by which a successor says that it has all peers, and takes the

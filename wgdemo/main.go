@@ -119,7 +119,7 @@ Exit codes: 0 done, 1 could not do it, 2 wrong command line.`,
 	f.StringVar(&cfg.Service, "service", "wgdemo", "the group's owner; only the same service may join it")
 	f.StringVar(&cfg.Control, "control", "", "`path` of the control socket, for 'instar upgrade' (default \"@wgdemo-INTERFACE\", an abstract one)")
 	f.StringVar(&cfg.Build, "build", "", "`name` of the build in logs and answers (default: from the executable)")
-	f.DurationVar(&cfg.Hold, "hold", 200*time.Millisecond, "longest time after an upgrade in which packets wait in the TUN device for known peers to come over")
+	f.DurationVar(&cfg.Hold, "hold", 100*time.Millisecond, "longest time after an upgrade in which packets wait in the TUN device for known peers to come over")
 	f.DurationVar(&cfg.Deadline, "deadline", 10*time.Second, "longest time to serve old sessions after an upgrade")
 	f.DurationVar(&cfg.UpgradeTimeout, "upgrade-timeout", 30*time.Second, "time that a successor has to become ready")
 	f.DurationVar(&cfg.Probation, "probation", 5*time.Second, "time after an upgrade in which the predecessor takes back from a successor that fails")

@@ -4,6 +4,7 @@ package wgbind_test
 
 import (
 	"bytes"
+	"crypto/ecdh"
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
@@ -17,7 +18,6 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/crypto/curve25519"
 	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/device"
 	"golang.zx2c4.com/wireguard/tun/tuntest"
@@ -477,9 +477,9 @@ func (w *world) tunnel(bind conn.Bind, key byte, address string) *tunnel {
 // knows makes other a peer; at is empty where it comes by itself.
 func (t *tunnel) knows(w *world, other *tunnel, at string) {
 	w.Helper()
-	public, err := curve25519.X25519(other.key[:], curve25519.Basepoint)
+	private, err := ecdh.X25519().NewPrivateKey(other.key[:])
 	w.must(err)
-	text := fmt.Sprintf("public_key=%s\nallowed_ip=%s/32\n", hex.EncodeToString(public), other.address)
+	text := fmt.Sprintf("public_key=%s\nallowed_ip=%s/32\n", hex.EncodeToString(private.PublicKey().Bytes()), other.address)
 	if at != "" {
 		text += "endpoint=" + at + "\n"
 	}
