@@ -196,6 +196,10 @@ func (p *player) killSuccessor(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	// The peers send with its sessions by now.
+	if _, err := p.wait(ctx, next, EventMoved, readyPatience); err != nil {
+		return err
+	}
 	next.Kill()
 	p.forget(next)
 	p.say("generation %d was killed in its probation", next.number)
