@@ -111,17 +111,16 @@ type Gateway struct {
 	gate  *gate
 	dev   *device.Device
 
-	// movedPipe is where a successor says that all peers are with it.
-	movedPipe *os.File
-	// tell is the other end of the predecessor's moved.
-	tell *os.File
+	after  *line // to a successor
+	before *line // to the predecessor, nil when there is none
 
 	background sync.WaitGroup
 	mu         sync.Mutex
-	moved      chan struct{} // closed when a successor said so; another one after it failed
-	known      []peerStatus  // of the predecessor; this process's own after it served
+	known      []peerStatus  // of the predecessor's state
+	number     int           // of that
 	coming     *introduction // of those peers, nil before the first activation
 	served     bool
+	told       map[device.NoisePublicKey]peerStatus // what a successor knows
 }
 
 // NewGateway checks the configuration.
@@ -162,7 +161,7 @@ func NewGateway(cfg GatewayConfig) (*Gateway, error) {
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
-	return &Gateway{cfg: cfg, log: cfg.Logger, stop: make(chan struct{}), serving: make(chan struct{}), moved: make(chan struct{})}, nil
+	return &Gateway{cfg: cfg, log: cfg.Logger, stop: make(chan struct{}), serving: make(chan struct{})}, nil
 }
 
 // Stop makes Run end. In its probation it hands back to its predecessor.
@@ -200,6 +199,7 @@ func (g *Gateway) Run(ctx context.Context) (err error) {
 	}
 	close(g.serving)
 	g.background.Go(func() { g.forward(ctx) })
+	g.background.Go(func() { g.tellLateUntil(ctx.Done()) })
 	g.log.Info("serving", "generation", g.gen.Number(), "interface", g.cfg.Interface, "addr", g.addr(), "peers", len(g.cfg.Config.Peers))
 	g.mu.Lock()
 	asked := g.coming.peers
@@ -263,7 +263,7 @@ func (g *Gateway) openHandover(ctx context.Context) (err error) {
 
 // open gets everything ready that the predecessor does not notice.
 func (g *Gateway) open(ctx context.Context) error {
-	if err := g.openPipes(); err != nil {
+	if err := g.openLines(ctx); err != nil {
 		return err
 	}
 	if err := g.openTUN(); err != nil {
@@ -272,7 +272,7 @@ func (g *Gateway) open(ctx context.Context) error {
 	var err error
 	if r := g.h.State(); r != nil {
 		// Without it the peers come by themselves.
-		if g.known, err = readState(r); err != nil {
+		if g.known, g.number, err = readState(r); err != nil {
 			g.log.Warn("the peers' endpoints are not known", "error", err)
 		}
 	}
@@ -368,47 +368,34 @@ func setUpTUN(name string, addresses []netip.Prefix) error {
 	return linkUp(name)
 }
 
-// openPipes makes the pipe by which a successor says that it has all peers, and takes the
-// predecessor's. Each generation has one.
-func (g *Gateway) openPipes() error {
+// openLines makes the line to a successor, and takes the predecessor's. Each generation has
+// one.
+func (g *Gateway) openLines(ctx context.Context) error {
 	if p, ok := g.h.Predecessor(); ok {
-		name := pipeName(p.Generation)
-		file, err := g.h.File(name)
+		name := lineName(p.Generation)
+		c, err := g.h.Conn(name)
 		if err != nil && !errors.Is(err, handover.ErrNotInherited) {
 			return err
 		}
-		g.tell = file
-		g.h.Remove(name)
+		if err == nil {
+			g.h.Remove(name)
+			g.before = &line{conn: c}
+		}
 	}
-	r, w, err := os.Pipe()
+	near, far, err := newLine()
 	if err != nil {
-		return fmt.Errorf("make pipe: %w", err)
+		return err
 	}
-	g.movedPipe = r
-	if err := g.h.Add(pipeName(g.h.Generation()), w); err != nil {
-		return errors.Join(err, w.Close())
-	}
+	g.after = near
 	// It stays open as long as the process lives, so that it can be handed over.
 	g.background.Go(func() {
-		defer w.Close()
-		var b [1]byte
-		for {
-			if n, err := r.Read(b[:]); n == 0 || err != nil {
-				return // closed
-			}
-			g.mu.Lock()
-			select {
-			case <-g.moved:
-			default:
-				close(g.moved)
-			}
-			g.mu.Unlock()
-		}
+		defer far.Close()
+		near.receive(g.log, func(w word) { near.answered(w.Moved) })
 	})
-	return nil
+	return g.h.Add(lineName(g.h.Generation()), far)
 }
 
-func pipeName(generation int) string { return fmt.Sprintf("moved-%d", generation) }
+func lineName(generation int) string { return fmt.Sprintf("peers-%d", generation) }
 
 // activate makes new handshakes come here, and asks the peers to. It runs at the commit,
 // and again when a successor failed.
@@ -421,41 +408,91 @@ func (g *Gateway) activate(ctx context.Context) error {
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	known := g.known
 	if g.served {
 		// Whatever the successor did, the peers are to come back.
-		var err error
-		if known, err = statusOf(g.dev); err != nil {
+		known, err := statusOf(g.dev)
+		if err != nil {
 			return err
 		}
-		g.moved = make(chan struct{})
 		g.log.Warn("active again, since the successor failed", "generation", g.gen.Number())
 		g.event(Event{Kind: EventReinstated})
+		g.after.forget()
+		g.coming = nil // what was before does not matter
+		g.coming = g.introduce(ctx, known, g.number, true)
+		return nil
 	}
 	g.served = true
+	g.coming = g.introduce(ctx, g.known, g.number, false)
+	if g.before != nil {
+		g.background.Go(func() { g.before.receive(g.log, func(w word) { g.late(ctx, w) }) })
+	}
+	return nil
+}
+
+// introduce asks those of the peers that may have a session, and tells the predecessor when
+// all that it told of, up to the number, have come. Its caller holds mu.
+func (g *Gateway) introduce(ctx context.Context, known []peerStatus, number int, anew bool) *introduction {
 	var recent []peerStatus
 	for _, p := range known {
 		if p.recent(time.Now()) {
 			recent = append(recent, p)
 		}
 	}
-	began := time.Now()
-	coming := introduce(ctx, g.dev, recent)
-	g.coming = coming
+	began, earlier := time.Now(), g.coming
+	coming := introduce(ctx, g.dev, recent, anew)
 	g.background.Go(func() {
 		<-coming.done
+		if earlier != nil {
+			<-earlier.joined
+			coming.all = coming.all && earlier.all
+		}
 		if !coming.all {
 			g.log.Info("not all peers answered", "generation", g.gen.Number(), "peers", coming.peers)
+		}
+		close(coming.joined)
+		if !coming.all {
 			return
 		}
-		if g.tell != nil {
-			_, _ = g.tell.Write([]byte{1}) // one that is gone need not know
+		if g.before != nil {
+			g.before.send(word{Moved: &number})
 		}
 		if coming.peers > 0 {
 			g.event(Event{Kind: EventMoved, Peers: coming.peers, Milliseconds: time.Since(began).Milliseconds()})
 		}
 	})
-	return nil
+	return coming
+}
+
+// late takes over peers that came to the predecessor when it had written its state.
+func (g *Gateway) late(ctx context.Context, w word) {
+	peers, err := w.peers()
+	if err != nil {
+		g.log.Warn("late peers are not known", "error", err)
+		return
+	}
+	mine, err := statusOf(g.dev)
+	if err != nil {
+		return // closed
+	}
+	handshakes := map[device.NoisePublicKey]time.Time{}
+	for _, p := range mine {
+		handshakes[p.key] = p.handshake
+	}
+	var come []peerStatus
+	for _, p := range peers {
+		if own, known := handshakes[p.key]; !known || own.After(p.handshake) {
+			continue // of another configuration, or here already
+		}
+		if err := g.dev.IpcSet(fmt.Sprintf("public_key=%x\nupdate_only=true\nendpoint=%v\n", p.key[:], p.endpoint)); err != nil {
+			g.log.Warn("late peer is not known", "error", err)
+			continue
+		}
+		come = append(come, p)
+	}
+	g.log.Debug("late peers", "generation", g.gen.Number(), "told", len(peers), "asked", len(come))
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.coming = g.introduce(ctx, come, w.Number, true)
 }
 
 // forward reads the TUN device as long as this process, and no other, is to.
@@ -480,6 +517,8 @@ func (g *Gateway) forward(ctx context.Context) {
 			<-lease.Context().Done()
 			err = g.gate.setOpen(false)
 		}
+		// A successor takes over now.
+		g.tellLate()
 		lease.Release()
 		if err != nil {
 			g.log.Error("the TUN device is not read any more", "error", err)
@@ -493,7 +532,55 @@ func (g *Gateway) writeState(_ context.Context, w io.Writer) error {
 	if err != nil {
 		return err
 	}
-	return writeState(w, peers)
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.told = map[device.NoisePublicKey]peerStatus{}
+	for _, p := range peers {
+		g.told[p.key] = p
+	}
+	return writeState(w, peers, g.after.last())
+}
+
+// tellLate tells the successor which peers have come, or moved, since it was told last.
+func (g *Gateway) tellLate() {
+	peers, err := statusOf(g.dev)
+	if err != nil {
+		return // closed
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.told == nil {
+		return // there is none
+	}
+	var news []peerStatus
+	for _, p := range peers {
+		if p.endpoint.IsValid() && p != g.told[p.key] {
+			g.told[p.key] = p
+			news = append(news, p)
+		}
+	}
+	if len(news) > 0 {
+		g.after.tell(news)
+	}
+}
+
+// tellEvery is how often a process that is superseded, or may be soon, looks for peers that
+// came to it nevertheless: their first message was in its queue.
+const tellEvery = 50 * time.Millisecond
+
+func (g *Gateway) tellLateUntil(done <-chan struct{}) {
+	tick := time.NewTicker(tellEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+			if g.gen.State() == dispatch.StateDraining {
+				g.tellLate()
+			}
+		case <-done:
+			return
+		}
+	}
 }
 
 // drain serves the sessions until the peers have gone.
@@ -501,12 +588,9 @@ func (g *Gateway) drain(ctx context.Context) (dispatch.DrainReport, error) {
 	done := make(chan struct{})
 	draining, cancel := context.WithCancel(ctx)
 	defer cancel()
-	g.mu.Lock()
-	moved := g.moved
-	g.mu.Unlock()
 	g.background.Go(func() {
 		select {
-		case <-moved:
+		case <-g.after.moved(draining):
 			// What they had sent before they moved.
 			select {
 			case <-time.After(linger):
@@ -571,13 +655,12 @@ func (g *Gateway) close(failed error) error {
 	case g.gate != nil:
 		err = errors.Join(err, g.gate.Close())
 	}
-	if g.movedPipe != nil {
-		err = errors.Join(err, g.movedPipe.Close()) // ends who reads it
+	for _, l := range []*line{g.after, g.before} {
+		if l != nil {
+			err = errors.Join(err, l.conn.Close()) // ends who reads it
+		}
 	}
 	g.background.Wait()
-	if g.tell != nil {
-		err = errors.Join(err, g.tell.Close())
-	}
 	if g.gen != nil {
 		err = errors.Join(err, g.gen.Close())
 	}

@@ -23,18 +23,24 @@ type introduction struct {
 	began time.Time
 	// done is closed when all of them have, or will not.
 	done chan struct{}
-	// all says, after that, that all of them have.
-	all   bool
-	peers int
+	// all says, after joined is closed, that all of them have, and those of the
+	// introductions before.
+	all    bool
+	joined chan struct{}
+	peers  int
 }
 
-// introduce initiates handshakes with the peers.
-func introduce(ctx context.Context, d *device.Device, peers []peerStatus) *introduction {
+// introduce initiates handshakes with the peers. anew is for peers whose sessions with this
+// process are of no use: the device would wait for RekeyTimeout after the last handshake.
+func introduce(ctx context.Context, d *device.Device, peers []peerStatus, anew bool) *introduction {
 	// wireguard-go takes down the time of a handshake by the wall clock; so does this.
-	i := &introduction{began: time.Now().Round(0), done: make(chan struct{}), peers: len(peers)}
+	i := &introduction{began: time.Now().Round(0), done: make(chan struct{}), joined: make(chan struct{}), peers: len(peers)}
 	waiting := map[device.NoisePublicKey]bool{}
 	for _, p := range peers {
 		waiting[p.key] = true
+		if peer := d.LookupPeer(p.key); peer != nil && anew {
+			peer.ExpireCurrentKeypairs()
+		}
 	}
 	ask := func() {
 		for key := range waiting {

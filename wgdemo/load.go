@@ -32,6 +32,8 @@ const (
 	answerLimit = 5 * time.Second
 	// chunk goes through each TCP connection every chunkEvery, there and back.
 	chunk, chunkEvery = 16 << 10, 20 * time.Millisecond
+	// endLimit is how long the rest of a TCP connection may take.
+	endLimit = 20 * time.Second
 	// handshakeLimit is how long a peer that comes anew may take to its first answer. A
 	// lost handshake message is sent again after 5 s (RekeyTimeout).
 	handshakeLimit = 20 * time.Second
@@ -256,8 +258,17 @@ func (l *load) stream(ctx context.Context, number int, c net.Conn) {
 			}
 		}
 	})
+	ending := make(chan struct{})
+	l.traffic.Go(func() {
+		select {
+		case <-l.stopping:
+			_ = c.SetReadDeadline(time.Now().Add(endLimit))
+		case <-ending:
+		}
+	})
 	var total int64
 	err := l.compare(c, content.New(seed, content.Max), &total)
+	close(ending)
 	writing.Wait()
 	select {
 	case <-l.stopping:
@@ -342,6 +353,28 @@ func (l *load) knock(ctx context.Context, p *peer) error {
 	}
 	_, err = c.Read(b)
 	return err
+}
+
+// insist sends packets until one is answered.
+func (l *load) insist(ctx context.Context, p *peer) error {
+	c, err := p.dial(ctx, "udp4", echoPort)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	b := []byte("insist")
+	for end := time.Now().Add(handshakeLimit); time.Now().Before(end) && ctx.Err() == nil; {
+		if _, err = c.Write(b); err != nil {
+			continue
+		}
+		if err = c.SetReadDeadline(time.Now().Add(pingEvery)); err != nil {
+			return err
+		}
+		if _, err = c.Read(b); err == nil {
+			return nil
+		}
+	}
+	return errors.Join(ctx.Err(), err)
 }
 
 func (l *load) update(change func(*Counts)) {

@@ -38,6 +38,8 @@ var scenarios = map[string]func(*player, context.Context) error{
 	// For the tests: what kill -9 does in the probation.
 	"kill successor":   (*player).killSuccessor,
 	"kill predecessor": (*player).killPredecessor,
+	// Without an upgrade, which has to show a loss.
+	"restart": (*player).restart,
 }
 
 // player plays a scenario.
@@ -233,14 +235,28 @@ func (p *player) killPredecessor(ctx context.Context) error {
 	return p.upgrades(ctx)
 }
 
+// restart stops the gateway and starts it again.
+func (p *player) restart(ctx context.Context) error {
+	old := p.last()
+	old.Signal(unix.SIGTERM)
+	if err := p.gone(ctx, old); err != nil {
+		return err
+	}
+	if _, err := p.start(ctx); err != nil {
+		return err
+	}
+	return p.talk(ctx)
+}
+
 // talk finds out whether every peer is answered.
 func (p *player) talk(ctx context.Context) error {
+	began := time.Now()
 	for _, one := range p.peers {
-		if err := p.load.knock(ctx, one); err != nil {
+		if err := p.load.insist(ctx, one); err != nil {
 			return fmt.Errorf("peer %d has no answer: %w", one.number, err)
 		}
 	}
-	p.say("every peer is answered")
+	p.say("every peer is answered, the last after %d ms", time.Since(began).Milliseconds())
 	return nil
 }
 

@@ -80,11 +80,11 @@ func TestUpgrade(t *testing.T) {
 	}
 }
 
-// A successor that is killed costs what was on its way to it. The predecessor serves on, and
-// the next upgrade loses nothing more.
+// A successor that is killed costs what was on its way to it, the only packet of a new peer
+// perhaps. The predecessor serves on, and the next upgrade is as good as any.
 func TestKillSuccessor(t *testing.T) {
 	r := playScenario(t, Options{Upgrades: 1, Peers: 2}, "kill successor")
-	if r.TCPBroken != 0 || r.FailedHandshakes != 0 || len(r.Problems) != 0 || r.Upgrades != 1 {
+	if r.TCPBroken != 0 || r.FailedHandshakes > 1 || len(r.Problems) != 0 || r.Upgrades != 1 {
 		t.Errorf("%+v", r)
 	}
 }
@@ -93,6 +93,15 @@ func TestKillSuccessor(t *testing.T) {
 func TestKillPredecessor(t *testing.T) {
 	r := playScenario(t, Options{Upgrades: 1, Peers: 2}, "kill predecessor")
 	if r.TCPBroken != 0 || r.FailedHandshakes != 0 || len(r.Problems) != 0 || r.Upgrades != 1 {
+		t.Errorf("%+v", r)
+	}
+}
+
+// The load notices losses: a gateway that is stopped and started again forgets where its
+// peers are.
+func TestRestart(t *testing.T) {
+	r := playScenario(t, Options{Upgrades: 1, Peers: 1}, "restart")
+	if r.LostInnerPackets == 0 || r.OK() || !strings.Contains(r.Failed(), "inner packets") {
 		t.Errorf("%+v", r)
 	}
 }

@@ -77,36 +77,49 @@ type peerState struct {
 	Handshake time.Time `json:"handshake,omitzero"`
 }
 
-// writeState writes the peers that have been somewhere.
-func writeState(w io.Writer, peers []peerStatus) error {
+// stateOf is the state of the peers that have been somewhere.
+func stateOf(peers []peerStatus) state {
 	s := state{Peers: []peerState{}}
 	for _, p := range peers {
 		if p.endpoint.IsValid() {
 			s.Peers = append(s.Peers, peerState{fmt.Sprintf("%x", p.key[:]), p.endpoint, p.handshake})
 		}
 	}
-	return json.NewEncoder(w).Encode(s)
+	return s
 }
 
-// readState reads what a predecessor wrote.
-func readState(r io.Reader) ([]peerStatus, error) {
-	b, err := io.ReadAll(r) // also whether it is whole
-	if err != nil {
-		return nil, fmt.Errorf("read the predecessor's state: %w", err)
-	}
-	var s state
-	if err := json.Unmarshal(b, &s); err != nil {
-		return nil, fmt.Errorf("read the predecessor's state: %w", err)
-	}
+// peers is the reverse of stateOf.
+func (s state) peers() ([]peerStatus, error) {
 	var peers []peerStatus
 	for _, p := range s.Peers {
 		status := peerStatus{endpoint: p.Endpoint, handshake: p.Handshake}
 		if err := status.key.FromHex(p.PublicKey); err != nil || !p.Endpoint.IsValid() {
-			return nil, fmt.Errorf("read the predecessor's state: peer %q at %v", p.PublicKey, p.Endpoint)
+			return nil, fmt.Errorf("peer %q at %v", p.PublicKey, p.Endpoint)
 		}
 		peers = append(peers, status)
 	}
 	return peers, nil
+}
+
+// writeState writes what is known, with the number of the last word that was told.
+func writeState(w io.Writer, peers []peerStatus, number int) error {
+	return json.NewEncoder(w).Encode(word{Number: number, state: stateOf(peers)})
+}
+
+// readState reads what a predecessor wrote.
+func readState(r io.Reader) (peers []peerStatus, number int, err error) {
+	var w word
+	b, err := io.ReadAll(r) // also whether it is whole
+	if err == nil {
+		err = json.Unmarshal(b, &w)
+	}
+	if err == nil {
+		peers, err = w.peers()
+	}
+	if err != nil {
+		return nil, 0, fmt.Errorf("read the predecessor's state: %w", err)
+	}
+	return peers, w.Number, nil
 }
 
 // recent says whether the peer may have a session.
