@@ -88,6 +88,9 @@ Exit codes: 0 done, 1 could not do it, 2 wrong command line.`,
   kill -HUP PID`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if file == "" {
+				return usageError{errors.New("--config is missing")}
+			}
 			f, err := os.Open(file)
 			if err != nil {
 				return err
@@ -125,7 +128,6 @@ Exit codes: 0 done, 1 could not do it, 2 wrong command line.`,
 	f.DurationVar(&cfg.Probation, "probation", 5*time.Second, "time after an upgrade in which the predecessor takes back from a successor that fails")
 	f.BoolVar(&asJSON, "json", false, "write events and logs as JSON")
 	f.BoolVarP(&verbose, "verbose", "v", false, "log debug messages")
-	_ = serveCommand.MarkFlagRequired("config")
 
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.AddCommand(serveCommand)
