@@ -152,7 +152,7 @@ func TestState(t *testing.T) {
 	if !got[0].recent(at.Add(179*time.Second)) || got[0].recent(at.Add(181*time.Second)) || got[1].recent(at) {
 		t.Error("recent")
 	}
-	for _, bad := range []string{"", "{", `{"peers":[{"public_key":"02"}]}`, `{"peers":[{"public_key":"` + strings.Repeat("02", 32) + `"}]}`} {
+	for _, bad := range []string{"", "{", `{"peers":[{"public_key":"02"}]}`, `{"peers":[{"public_key":"` + strings.Repeat("02", 32) + `","endpoint":"192.0.2.1:5","timestamp":"AAAAAAAAAAAAAAAAAAAAAAAA"}]}`, `{"peers":[{"public_key":"` + strings.Repeat("02", 32) + `"}]}`} {
 		if _, _, err := readState(strings.NewReader(bad)); err == nil {
 			t.Errorf("%q: no error", bad)
 		}

@@ -24,7 +24,8 @@
 // When the new process fails in its probation, the old one activates its own generation
 // again, initiates handshakes in its turn, and reads on.
 //
-// Handshakes are safe from replay as far as one process is concerned: a new one does not
-// know the timestamps (TAI64N) that the old one saw, as after any restart. Those that it
-// sends itself are later than its predecessor's, by the clock that both share.
+// The timestamps (TAI64N) of the peers' handshakes go on with the state, so that what the old
+// process refused as a replay the new one refuses, too. The handshakes that the new process
+// begins are later than its predecessor's by the clock that both share, and the old one begins
+// none any more.
 package wgdemo

@@ -305,7 +305,17 @@ func (g *Gateway) open(ctx context.Context) error {
 	if err := g.dev.IpcSet(g.cfg.Config.uapi(endpoints)); err != nil {
 		return fmt.Errorf("configure the device: %w", err)
 	}
+	g.refuseReplays(g.known)
 	return nil
+}
+
+// refuseReplays makes the device refuse what the predecessor would refuse.
+func (g *Gateway) refuseReplays(known []peerStatus) {
+	for _, p := range known {
+		if peer := g.dev.LookupPeer(p.key); peer != nil {
+			refuseUntil(peer, p.timestamp)
+		}
+	}
 }
 
 // deviceLogger is a device's logger on a structured one.
@@ -470,6 +480,7 @@ func (g *Gateway) late(ctx context.Context, w word) {
 		g.log.Warn("late peers are not known", "error", err)
 		return
 	}
+	g.refuseReplays(peers)
 	mine, err := statusOf(g.dev)
 	if err != nil {
 		return // closed

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"golang.zx2c4.com/wireguard/device"
+	"golang.zx2c4.com/wireguard/tai64n"
 )
 
 // peerStatus is what a device knows of a peer.
@@ -19,6 +20,8 @@ type peerStatus struct {
 	key       device.NoisePublicKey
 	endpoint  netip.AddrPort // invalid where there is none
 	handshake time.Time      // the last one; zero for none
+	// timestamp is that of the peer's last initiation; zero for none.
+	timestamp tai64n.Timestamp
 }
 
 // statusOf asks a device for its peers.
@@ -27,7 +30,13 @@ func statusOf(d *device.Device) ([]peerStatus, error) {
 	if err != nil {
 		return nil, fmt.Errorf("ask the device for its peers: %w", err)
 	}
-	return parseStatus(text)
+	peers, err := parseStatus(text)
+	for i := range peers {
+		if p := d.LookupPeer(peers[i].key); p != nil {
+			peers[i].timestamp = timestampOf(p)
+		}
+	}
+	return peers, err
 }
 
 func parseStatus(text string) ([]peerStatus, error) {
@@ -75,6 +84,8 @@ type peerState struct {
 	Endpoint  netip.AddrPort `json:"endpoint"`
 	// Handshake is when the peer's session began; zero for none.
 	Handshake time.Time `json:"handshake,omitzero"`
+	// Timestamp is that of the peer's last initiation (TAI64N); empty for none.
+	Timestamp []byte `json:"timestamp,omitempty"`
 }
 
 // stateOf is the state of the peers that have been somewhere.
@@ -82,7 +93,11 @@ func stateOf(peers []peerStatus) state {
 	s := state{Peers: []peerState{}}
 	for _, p := range peers {
 		if p.endpoint.IsValid() {
-			s.Peers = append(s.Peers, peerState{fmt.Sprintf("%x", p.key[:]), p.endpoint, p.handshake})
+			one := peerState{PublicKey: fmt.Sprintf("%x", p.key[:]), Endpoint: p.endpoint, Handshake: p.handshake}
+			if p.timestamp != (tai64n.Timestamp{}) {
+				one.Timestamp = p.timestamp[:]
+			}
+			s.Peers = append(s.Peers, one)
 		}
 	}
 	return s
@@ -93,7 +108,8 @@ func (s state) peers() ([]peerStatus, error) {
 	var peers []peerStatus
 	for _, p := range s.Peers {
 		status := peerStatus{endpoint: p.Endpoint, handshake: p.Handshake}
-		if err := status.key.FromHex(p.PublicKey); err != nil || !p.Endpoint.IsValid() {
+		copy(status.timestamp[:], p.Timestamp)
+		if err := status.key.FromHex(p.PublicKey); err != nil || !p.Endpoint.IsValid() || len(p.Timestamp) > tai64n.TimestampSize {
 			return nil, fmt.Errorf("peer %q at %v", p.PublicKey, p.Endpoint)
 		}
 		peers = append(peers, status)
