@@ -123,6 +123,9 @@ type Gateway struct {
 	told       map[device.NoisePublicKey]peerStatus // what a successor knows
 }
 
+// beforeReady is for tests: it is called when a gateway has its predecessor's state.
+var beforeReady = func(*Gateway) {}
+
 // NewGateway checks the configuration.
 func NewGateway(cfg GatewayConfig) (*Gateway, error) {
 	if cfg.Config == nil {
@@ -194,6 +197,7 @@ func (g *Gateway) Run(ctx context.Context) (err error) {
 	}
 	g.h.OnActivate(func(context.Context) error { return g.activate(ctx) })
 	g.h.OnHandover(g.writeState)
+	beforeReady(g)
 	if err := g.h.Ready(ctx); err != nil {
 		return err
 	}

@@ -83,7 +83,8 @@ type load struct {
 	handshake latency.Reservoir
 }
 
-// startLoad starts traffic of the peers, and of one more that comes again and again.
+// startLoad starts traffic of the peers, and of one more, if not nil, that comes again and
+// again.
 func startLoad(ctx context.Context, peers []*peer, visitor *peer) (l *load, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	l = &load{began: time.Now(), stopping: make(chan struct{}), cancel: cancel}
@@ -108,7 +109,9 @@ func startLoad(ctx context.Context, peers []*peer, visitor *peer) (l *load, err 
 			return l, fmt.Errorf("peer %d: %w", p.number, err)
 		}
 	}
-	l.traffic.Go(func() { l.visit(ctx, visitor) })
+	if visitor != nil {
+		l.traffic.Go(func() { l.visit(ctx, visitor) })
+	}
 	return l, nil
 }
 

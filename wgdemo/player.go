@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -38,6 +39,7 @@ var scenarios = map[string]func(*player, context.Context) error{
 	// For the tests: what kill -9 does in the probation.
 	"kill successor":   (*player).killSuccessor,
 	"kill predecessor": (*player).killPredecessor,
+	"late peer":        (*player).latePeer,
 	// Without an upgrade, which has to show a loss.
 	"restart": (*player).restart,
 }
@@ -93,7 +95,11 @@ func (p *player) play(ctx context.Context) (r *Result, err error) {
 	if _, err := p.start(ctx); err != nil {
 		return nil, err
 	}
-	if p.load, err = startLoad(ctx, p.peers, p.visitor); err != nil {
+	visitor := p.visitor
+	if p.task.Scenario == "late peer" {
+		visitor = nil
+	}
+	if p.load, err = startLoad(ctx, p.peers, visitor); err != nil {
 		return nil, fmt.Errorf("start the load: %w", err)
 	}
 	loaded := true
@@ -235,6 +241,65 @@ func (p *player) killPredecessor(ctx context.Context) error {
 	return p.upgrades(ctx)
 }
 
+// eventWaiting is of a successor that has the state and is not ready until the file that
+// envWait names is there. Only the test binary knows both.
+const (
+	eventWaiting EventKind = "waiting"
+	envWait                = "WGDEMO_TEST_WAIT"
+)
+
+// latePeer makes a peer come when the state is written and the predecessor still serves.
+func (p *player) latePeer(ctx context.Context) error {
+	old := p.last()
+	file := filepath.Join(filepath.Dir(p.config), "go on")
+	next, err := p.launch(envWait + "=" + file)
+	if err != nil {
+		return err
+	}
+	if _, err := p.wait(ctx, next, eventWaiting, readyPatience); err != nil {
+		return err
+	}
+	// It has never been there before, so the successor cannot know where it is.
+	if err := errors.Join(p.visitor.up(), p.load.knock(ctx, p.visitor)); err != nil {
+		return fmt.Errorf("the late peer: %w", err)
+	}
+	theirs, err := p.visitor.listenUDP(echoPort)
+	if err != nil {
+		return err
+	}
+	p.load.serve(theirs)
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		return err
+	}
+	if _, err := p.wait(ctx, next, EventReady, readyPatience); err != nil {
+		return err
+	}
+	// One packet each way: none is lost.
+	began := time.Now()
+	c, err := net.Dial("udp4", netip.AddrPortFrom(p.visitor.inner, echoPort).String())
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	b := []byte("late")
+	err = c.SetDeadline(time.Now().Add(handshakeLimit))
+	if err == nil {
+		_, err = c.Write(b)
+	}
+	if err == nil {
+		_, err = c.Read(b)
+	}
+	if err == nil {
+		err = p.load.knock(ctx, p.visitor)
+	}
+	if err != nil {
+		return fmt.Errorf("the late peer after the upgrade: %w", err)
+	}
+	p.say("the late peer is served, %d ms after the upgrade", time.Since(began).Milliseconds())
+	p.result.Upgrades++
+	return p.gone(ctx, old)
+}
+
 // restart stops the gateway and starts it again.
 func (p *player) restart(ctx context.Context) error {
 	old := p.last()
@@ -276,25 +341,10 @@ func (p *player) forget(g *process) {
 
 // start starts a gateway and waits until it is ready.
 func (p *player) start(ctx context.Context) (*process, error) {
-	p.mu.Lock()
-	number := 1
-	if n := len(p.gateways); n > 0 {
-		number = p.gateways[n-1].number + 1
+	g, err := p.launch()
+	if err != nil {
+		return nil, err
 	}
-	p.mu.Unlock()
-	g := &process{number: number, moments: map[EventKind]*moment{}}
-	for _, kind := range []EventKind{EventReady, EventMoved, EventSuperseded, EventReinstated, EventLeft} {
-		g.moments[kind] = &moment{came: make(chan struct{})}
-	}
-	args := append(slices.Clone(p.task.Program.Gateway), "serve", "--json", "--pinless", "--config", p.config,
-		"--probation", probation.String())
-	var err error
-	if g.Process, err = p.starter.Start(p.task.Program.Self, args, nil, g.line); err != nil {
-		return nil, fmt.Errorf("start gateway %d: %w", number, err)
-	}
-	p.mu.Lock()
-	p.gateways = append(p.gateways, g)
-	p.mu.Unlock()
 	m, err := p.wait(ctx, g, EventReady, readyPatience)
 	if err != nil {
 		return nil, err
@@ -302,6 +352,30 @@ func (p *player) start(ctx context.Context) (*process, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.active = m.event.Generation
+	return g, nil
+}
+
+// launch starts a gateway.
+func (p *player) launch(environ ...string) (*process, error) {
+	p.mu.Lock()
+	number := 1
+	if n := len(p.gateways); n > 0 {
+		number = p.gateways[n-1].number + 1
+	}
+	p.mu.Unlock()
+	g := &process{number: number, moments: map[EventKind]*moment{}}
+	for _, kind := range []EventKind{EventReady, EventMoved, EventSuperseded, EventReinstated, EventLeft, eventWaiting} {
+		g.moments[kind] = &moment{came: make(chan struct{})}
+	}
+	args := append(slices.Clone(p.task.Program.Gateway), "serve", "--json", "--pinless", "--config", p.config,
+		"--probation", probation.String())
+	var err error
+	if g.Process, err = p.starter.Start(p.task.Program.Self, args, environ, g.line); err != nil {
+		return nil, fmt.Errorf("start gateway %d: %w", number, err)
+	}
+	p.mu.Lock()
+	p.gateways = append(p.gateways, g)
+	p.mu.Unlock()
 	return g, nil
 }
 

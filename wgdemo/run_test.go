@@ -31,6 +31,14 @@ func TestMain(m *testing.M) {
 			stop()
 			os.Exit(code)
 		case gatewayArg:
+			if file := os.Getenv(envWait); file != "" {
+				beforeReady = func(g *Gateway) {
+					g.event(Event{Kind: eventWaiting})
+					for _, err := os.Stat(file); err != nil; _, err = os.Stat(file) {
+						time.Sleep(time.Millisecond)
+					}
+				}
+			}
 			os.Exit(Main(context.Background(), os.Args[2:], Env{}))
 		}
 	}
@@ -102,6 +110,15 @@ func TestKillPredecessor(t *testing.T) {
 func TestRestart(t *testing.T) {
 	r := playScenario(t, Options{Upgrades: 1, Peers: 1}, "restart")
 	if r.LostInnerPackets == 0 || r.OK() || !strings.Contains(r.Failed(), "inner packets") {
+		t.Errorf("%+v", r)
+	}
+}
+
+// A peer that came to the predecessor when it had written its state is known to the
+// successor.
+func TestLatePeer(t *testing.T) {
+	r := playScenario(t, Options{Upgrades: 1, Peers: 1}, "late peer")
+	if r.Lost() != 0 || len(r.Problems) != 0 || r.Upgrades != 1 {
 		t.Errorf("%+v", r)
 	}
 }
