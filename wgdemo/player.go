@@ -51,7 +51,7 @@ type player struct {
 	out     *sandbox.Sender
 	began   time.Time
 
-	config  string // the gateways' configuration file
+	config  *os.File // the gateways' configuration, under its name
 	peers   []*peer
 	visitor *peer
 	load    *load
@@ -82,13 +82,7 @@ func (p *player) play(ctx context.Context) (r *Result, err error) {
 	defer cancel()
 	p.result = Result{Method: "instar", MovedMS: []int64{}, LeaveMS: []int64{}}
 	defer p.killAll()
-	defer func() { err = errors.Join(err, p.closePeers()) }()
-	dir, err := os.MkdirTemp("", "wgdemo-")
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	p.config = filepath.Join(dir, "wg0.conf")
+	defer func() { err = errors.Join(err, p.release()) }()
 	if err := p.makePeers(); err != nil {
 		return nil, err
 	}
@@ -152,15 +146,32 @@ func (p *player) makePeers() error {
 		text += fmt.Sprintf("\n[Peer]\nPublicKey = %s\nAllowedIPs = %v\n",
 			base64.StdEncoding.EncodeToString(one.keys.public[:]), netip.PrefixFrom(one.inner, 32))
 	}
-	return os.WriteFile(p.config, []byte(text), 0o600)
+	return p.writeConfig(text)
 }
 
-func (p *player) closePeers() (err error) {
+// writeConfig writes a file that nobody has to remove: it is in memory, and the gateways
+// find it as long as this process lives.
+func (p *player) writeConfig(text string) error {
+	fd, err := unix.MemfdCreate("wg0.conf", unix.MFD_CLOEXEC)
+	if err != nil {
+		return os.NewSyscallError("memfd_create", err)
+	}
+	p.config = os.NewFile(uintptr(fd), fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), fd))
+	if _, err := p.config.WriteString(text); err != nil {
+		return fmt.Errorf("write configuration: %w", err)
+	}
+	return nil
+}
+
+func (p *player) release() (err error) {
 	for _, one := range p.peers {
 		err = errors.Join(err, one.close())
 	}
 	if p.visitor != nil {
 		err = errors.Join(err, p.visitor.close())
+	}
+	if p.config != nil {
+		err = errors.Join(err, p.config.Close())
 	}
 	return err
 }
@@ -251,7 +262,12 @@ const (
 // latePeer makes a peer come when the state is written and the predecessor still serves.
 func (p *player) latePeer(ctx context.Context) error {
 	old := p.last()
-	file := filepath.Join(filepath.Dir(p.config), "go on")
+	dir, err := os.MkdirTemp("", "wgdemo-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir)
+	file := filepath.Join(dir, "go on")
 	next, err := p.launch(envWait + "=" + file)
 	if err != nil {
 		return err
@@ -367,7 +383,7 @@ func (p *player) launch(environ ...string) (*process, error) {
 	for _, kind := range []EventKind{EventReady, EventMoved, EventSuperseded, EventReinstated, EventLeft, eventWaiting} {
 		g.moments[kind] = &moment{came: make(chan struct{})}
 	}
-	args := append(slices.Clone(p.task.Program.Gateway), "serve", "--json", "--pinless", "--config", p.config,
+	args := append(slices.Clone(p.task.Program.Gateway), "serve", "--json", "--pinless", "--config", p.config.Name(),
 		"--probation", probation.String())
 	var err error
 	if g.Process, err = p.starter.Start(p.task.Program.Self, args, environ, g.line); err != nil {
