@@ -327,7 +327,7 @@ func TestReopenUnderLoad(t *testing.T) {
 		for range peer.packets {
 		}
 	}()
-	for range 50 {
+	for range 20 {
 		server := w.open(bind)
 		server.next()
 		server.close()
