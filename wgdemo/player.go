@@ -254,10 +254,9 @@ func (p *player) killPredecessor(ctx context.Context) error {
 
 // eventWaiting is of a successor that has the state and is not ready until the file that
 // envWait names is there. Only the test binary knows both.
-const (
-	eventWaiting EventKind = "waiting"
-	envWait                = "WGDEMO_TEST_WAIT"
-)
+const eventWaiting EventKind = "waiting"
+
+const envWait = "WGDEMO_TEST_WAIT"
 
 // latePeer makes a peer come when the state is written and the predecessor still serves.
 func (p *player) latePeer(ctx context.Context) error {
@@ -266,7 +265,7 @@ func (p *player) latePeer(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(dir)
+	defer func() { _ = os.RemoveAll(dir) }()
 	file := filepath.Join(dir, "go on")
 	next, err := p.launch(envWait + "=" + file)
 	if err != nil {
