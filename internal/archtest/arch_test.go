@@ -43,6 +43,7 @@ var rules = []rule{
 	{folder: "dispatch/connid", ours: nil, others: []string{"github.com/dchest/siphash"}},
 	{folder: "dispatch/cbpf", ours: nil, others: []string{"github.com/cilium/ebpf", "golang.org/x/net"}},
 	{folder: "dispatch/quicgo/...", ours: []string{"dispatch", "dispatch/connid"}},
+	{folder: "dispatch/wgbind/...", ours: []string{"dispatch", "internal/..."}},
 	{folder: "dispatch", ours: []string{"bpf", "dispatch/cbpf", "dispatch/connid", "internal/..."}},
 	{folder: "handover/...", ours: []string{"handover/...", "internal/..."}},
 	{folder: "quicdemo/...", ours: []string{"quicdemo/...", "dispatch/...", "handover/...", "internal/..."}},
@@ -58,7 +59,7 @@ var rules = []rule{
 // there.
 var exclusive = map[string][]string{
 	"github.com/quic-go/quic-go":          {"dispatch/quicgo/...", "quicdemo/..."},
-	"golang.zx2c4.com/wireguard":          {"wgdemo/..."},
+	"golang.zx2c4.com/wireguard":          {"dispatch/wgbind/...", "wgdemo/..."},
 	"github.com/prometheus/client_golang": {"cmd/instar/..."},
 }
 
@@ -345,7 +346,10 @@ func TestCheck(t *testing.T) {
 		{"tcpdemo", "m/internal/sandbox", ""},
 		{"tcpdemo", "m/dispatch", "tcpdemo/... may import"},
 		{"wgdemo", "golang.zx2c4.com/wireguard/device", ""},
-		{"quicdemo", "golang.zx2c4.com/wireguard/device", "only these may: wgdemo/..."},
+		{"quicdemo", "golang.zx2c4.com/wireguard/device", "only these may: dispatch/wgbind/..., wgdemo/..."},
+		{"dispatch/wgbind", "golang.zx2c4.com/wireguard/conn", ""},
+		{"dispatch/wgbind", "m/dispatch", ""},
+		{"dispatch/wgbind", "m/handover", "dispatch/wgbind/... may import"},
 		{"cmd/instar/cli", "m/dispatch", ""},
 		{"cmd/instar/cli", "m/internal/testutil", "is for tests"},
 		{"cmd/instar/cli", "github.com/prometheus/client_golang/prometheus", ""},

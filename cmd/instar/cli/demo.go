@@ -45,7 +45,8 @@ until then, there is no page, and the exit code is 130.`,
 		Example: `  sudo instar demo
   sudo instar demo --compare
   sudo instar demo --upgrades 20 --connections 1000 --json
-  sudo instar demo tcp`,
+  sudo instar demo tcp
+  sudo instar demo wireguard`,
 		Args: args(),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			for _, name := range []string{"upgrades", "connections", "rate", "workers", "duration"} {
@@ -72,7 +73,7 @@ until then, there is no page, and the exit code is 130.`,
 	f.Uint64Var(&o.Seed, "seed", 0, "start the load's random choices from seed `n`; default: from the clock")
 	f.StringVar(&html, "html", defaultPage, "write the page to this `file`; '' for none")
 	a.jsonFlag(cmd)
-	cmd.AddCommand(a.demoTCPCommand())
+	cmd.AddCommand(a.demoTCPCommand(), a.demoWireGuardCommand())
 	return cmd
 }
 
