@@ -131,7 +131,7 @@ func TestLosses(t *testing.T) {
 		{"a wrong byte", func(c *net.TCPConn, r *http.Request, _, _ int) bool {
 			answer(c, r, func(head, body string) string {
 				last := len(body) - 1
-				return head + "\r\n" + body[:last] + string(body[last]^1)
+				return head + "\r\n" + body[:last] + string([]byte{body[last] ^ 1})
 			})
 			return true
 		}, func(c Counts) int64 { return c.Wrong }},
