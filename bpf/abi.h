@@ -32,6 +32,7 @@ enum instar_steering {
 	INSTAR_STEERING_FLOW,
 	INSTAR_STEERING_WIREGUARD,
 	INSTAR_STEERING_CUSTOM,
+	INSTAR_STEERING_TCP,
 };
 
 /*
@@ -58,7 +59,8 @@ enum instar_learning {
 enum instar_verdict {
 	/* An identifier of ours named a live socket. */
 	INSTAR_VERDICT_OWNER,
-	/* A flow (with QUIC: a handshake under way) that was remembered. */
+	/* A flow (with QUIC: a handshake under way) that was remembered; with TCP a
+	 * connection that waited at a listener which closed. */
 	INSTAR_VERDICT_KNOWN,
 	/* A new flow, given to the active generation. */
 	INSTAR_VERDICT_NEW,

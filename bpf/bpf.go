@@ -55,6 +55,7 @@ const (
 	SteeringFlow      = uint32(quicInstarSteeringINSTAR_STEERING_FLOW)
 	SteeringWireGuard = uint32(quicInstarSteeringINSTAR_STEERING_WIREGUARD)
 	SteeringCustom    = uint32(quicInstarSteeringINSTAR_STEERING_CUSTOM)
+	SteeringTCP       = uint32(quicInstarSteeringINSTAR_STEERING_TCP)
 
 	// DissectedCookies is the first number that is no cookie, of which 0 is none either;
 	// DissectedKey marks a key.
@@ -123,8 +124,8 @@ var ErrSteering = errors.New("unknown steering")
 
 // Spec returns the data plane of one group, sized and with its constants set,
 // and the name of its program. Minimum kernel: 5.7 (global functions, mapped
-// arrays, bounded loops, the jiffies helper); loading needs CAP_BPF and
-// CAP_NET_ADMIN.
+// arrays, bounded loops, the jiffies helper), and 5.14 for SteeringTCP (migration of
+// waiting connections); loading needs CAP_BPF and CAP_NET_ADMIN.
 func Spec(c Config) (*ebpf.CollectionSpec, string, error) {
 	var load func() (*ebpf.CollectionSpec, error)
 	var program string
@@ -139,6 +140,8 @@ func Spec(c Config) (*ebpf.CollectionSpec, string, error) {
 		load, program = loadWireguard, wireguardProgWireguard
 	case SteeringCustom:
 		load, program = loadCustom, customProgCustom
+	case SteeringTCP:
+		load, program = loadTcp, tcpProgTcp
 	default:
 		return nil, "", fmt.Errorf("%w %d", ErrSteering, c.Steering)
 	}
@@ -173,6 +176,8 @@ func Build(steering uint32, d *Dissector) string {
 		object = _WireguardBytes
 	case SteeringCustom:
 		object = _CustomBytes
+	case SteeringTCP:
+		object = _TcpBytes
 	default:
 		return ""
 	}

@@ -125,6 +125,7 @@ const (
 	quicInstarSteeringINSTAR_STEERING_FLOW      quicInstarSteering = 3
 	quicInstarSteeringINSTAR_STEERING_WIREGUARD quicInstarSteering = 4
 	quicInstarSteeringINSTAR_STEERING_CUSTOM    quicInstarSteering = 5
+	quicInstarSteeringINSTAR_STEERING_TCP       quicInstarSteering = 6
 )
 
 type quicInstarVerdict uint32

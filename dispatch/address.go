@@ -22,7 +22,8 @@ import (
 
 // key names a group within a network namespace.
 type key struct {
-	// network is "udp4", "udp6" (IPv6 only) or "udp" (dual stack, on [::]).
+	// network is "udp4", "udp6" (IPv6 only) or "udp" (dual stack, on [::]), or the like of
+	// "tcp".
 	network string
 	addr    netip.AddrPort
 	device  string
@@ -44,7 +45,11 @@ func parseKey(network, address, device string) (key, error) {
 		return bad("port 0 would be another port in each process; name one")
 	}
 	if network == "" {
-		network = "udp"
+		network = udp
+	}
+	protocol, family, ok := splitNetwork(network)
+	if !ok {
+		return key{}, fmt.Errorf("%w: network %q; want udp, udp4, udp6, tcp, tcp4 or tcp6", ErrOptions, network)
 	}
 	var ip netip.Addr
 	switch {
@@ -53,7 +58,7 @@ func parseKey(network, address, device string) (key, error) {
 			return bad("%q is not a literal IP address", host)
 		}
 		ip = ip.Unmap()
-	case network == "udp4":
+	case family == "4":
 		ip = netip.IPv4Unspecified()
 	default:
 		ip = netip.IPv6Unspecified()
@@ -62,21 +67,40 @@ func parseKey(network, address, device string) (key, error) {
 		return bad("a multicast address reaches every socket; it cannot be steered")
 	}
 	switch {
-	case network == "udp" && ip.Is4():
-		network = "udp4"
-	case network == "udp" && !ip.IsUnspecified():
-		network = "udp6"
-	case network == "udp", network == "udp4" && ip.Is4(), network == "udp6" && ip.Is6():
-	case network == "udp4" || network == "udp6":
-		return bad("is not of network %q", network)
+	case family == "" && ip.Is4():
+		family = "4"
+	case family == "" && !ip.IsUnspecified():
+		family = "6"
+	case family == "", family == "4" && ip.Is4(), family == "6" && ip.Is6():
 	default:
-		return key{}, fmt.Errorf("%w: network %q; want udp, udp4 or udp6", ErrOptions, network)
+		return bad("is not of network %q", network)
 	}
 	if len(device) >= unix.IFNAMSIZ || strings.ContainsAny(device, "/ \t\n") {
 		return key{}, fmt.Errorf("%w: device %q is no name of a network device", ErrOptions, device)
 	}
-	return key{network, netip.AddrPortFrom(ip, uint16(port)), device}, nil
+	return key{protocol + family, netip.AddrPortFrom(ip, uint16(port)), device}, nil
 }
+
+const (
+	udp = "udp"
+	tcp = "tcp"
+)
+
+// splitNetwork takes a network apart, such as "udp4": the family is "4", "6" or "", which
+// is both.
+func splitNetwork(network string) (protocol, family string, ok bool) {
+	for _, protocol := range []string{udp, tcp} {
+		if family, ok := strings.CutPrefix(network, protocol); ok && (family == "" || family == "4" || family == "6") {
+			return protocol, family, true
+		}
+	}
+	return "", "", false
+}
+
+func (k key) protocol() string { p, _, _ := splitNetwork(k.network); return p }
+
+// family is "4", "6" (IPv6 only) or "" (dual stack).
+func (k key) family() string { _, f, _ := splitNetwork(k.network); return f }
 
 // folder is the name of the group's pin folder.
 func (k key) folder() string {
@@ -94,10 +118,11 @@ func (k key) String() string {
 	return fmt.Sprintf("%s %s", k.network, k.addr)
 }
 
-func (k key) dualStack() bool { return k.network == "udp" }
-
 // withDefaults fills what the caller left out and checks the rest.
 func (o Options) withDefaults() (Options, key, error) {
+	if o.Network == "" && o.Steering == SteeringTCP {
+		o.Network = tcp
+	}
 	k, err := parseKey(o.Network, o.Address, o.Device)
 	if err != nil {
 		return o, k, err
@@ -110,9 +135,15 @@ func (o Options) withDefaults() (Options, key, error) {
 	}
 	if o.Steering == 0 {
 		o.Steering = SteeringQUIC
+		if k.protocol() == tcp {
+			o.Steering = SteeringTCP
+		}
 	}
 	if _, ok := steeringNames[o.Steering]; !ok {
-		return o, k, fmt.Errorf("%w: %v; this build has quic, stateless, flow, wireguard and custom", ErrOptions, o.Steering)
+		return o, k, fmt.Errorf("%w: %v; this build has quic, stateless, flow, wireguard, custom and tcp", ErrOptions, o.Steering)
+	}
+	if (o.Steering == SteeringTCP) != (k.protocol() == tcp) {
+		return o, k, fmt.Errorf("%w: steering %s is not of network %q; leave one of them out", ErrOptions, o.Steering, k.network)
 	}
 	if o.Dissector != nil && o.Steering != SteeringCustom {
 		return o, k, fmt.Errorf("%w: a Dissector is of SteeringCustom and the steering is %s", ErrOptions, o.Steering)
@@ -145,6 +176,9 @@ func (o Options) withDefaults() (Options, key, error) {
 	if o.Steering == SteeringCustom && o.MaxGenerations == LimitGenerations && o.Workers == LimitWorkers {
 		return o, k, fmt.Errorf("%w: with SteeringCustom there are no cookies for %d generations of %d workers; take one less of either",
 			ErrOptions, LimitGenerations, LimitWorkers)
+	}
+	if o.ReceiveBuffer != 0 && k.protocol() == tcp {
+		return o, k, fmt.Errorf("%w: ReceiveBuffer is of UDP; with TCP the kernel would not size the buffers of the connections itself", ErrOptions)
 	}
 	if o.ReceiveBuffer < 0 {
 		return o, k, fmt.Errorf("%w: ReceiveBuffer is %d bytes, want 0 or more", ErrOptions, o.ReceiveBuffer)

@@ -5,15 +5,19 @@ package dispatch_test
 import (
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"net"
 	"os"
+	"slices"
+	"syscall"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"instar/dispatch"
+	"instar/internal/rawconn"
 	"instar/internal/sockdiag"
 	"instar/internal/testutil"
 )
@@ -28,109 +32,171 @@ func (p place) String() string {
 	return p.network + " " + p.address
 }
 
-// TestOverlapIsTheKernels binds two sockets at all pairs of addresses and devices,
-// sends packets, and compares who gets them with what the preflight says.
-func TestOverlapIsTheKernels(t *testing.T) {
-	w := newWorld(t)
-	clients := testutil.OtherNetNS(t)
-	devices := map[string]int{}
-	devices["d1"], _ = testutil.Veth(t, testutil.End{NS: w.ns, Name: "d1", Addresses: []string{"192.0.2.1/24", "2001:db8:1::1/64"}},
-		testutil.End{NS: clients, Name: "e1", Addresses: []string{"192.0.2.2/24", "2001:db8:1::2/64"}})
-	devices["d2"], _ = testutil.Veth(t, testutil.End{NS: w.ns, Name: "d2", Addresses: []string{"198.51.100.1/24", "2001:db8:2::1/64"}},
-		testutil.End{NS: clients, Name: "e2", Addresses: []string{"198.51.100.2/24", "2001:db8:2::2/64"}})
+// ends make sockets of a protocol and say where packets to them go.
+type ends struct {
+	bind func(place) (syscall.Conn, error)
+	// send says which socket got what was sent to a host, -1 for none.
+	send func(host string, sockets ...syscall.Conn) int
+	list func(port uint16) ([]sockdiag.Socket, error)
+}
+
+const overlapPort = 4433
+
+// ready polls sockets and returns the index of one that can be read, -1 for none within
+// a second.
+func ready(t testing.TB, sockets ...syscall.Conn) int {
+	t.Helper()
+	fds := make([]unix.PollFd, 0, 3)
+	for _, s := range sockets {
+		err := rawconn.Of(s, func(fd int) error {
+			fds = append(fds, unix.PollFd{Fd: int32(fd), Events: unix.POLLIN})
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for start := time.Now(); time.Since(start) < time.Second; {
+		if _, err := unix.Poll(fds, 1000); err != nil && !errors.Is(err, unix.EINTR) {
+			t.Fatal(err)
+		}
+		if i := slices.IndexFunc(fds, func(f unix.PollFd) bool { return f.Revents != 0 }); i >= 0 {
+			return i
+		}
+	}
+	return -1
+}
+
+func udpEnds(t testing.TB, clients *testutil.Netns) ends {
 	// Each packet that nobody gets is answered.
 	for name, value := range map[string]string{"ipv4/icmp_ratelimit": "0", "ipv4/icmp_msgs_per_sec": "1000000", "ipv4/icmp_msgs_burst": "1000000", "ipv6/icmp/ratelimit": "0"} {
 		if err := os.WriteFile("/proc/sys/net/"+name, []byte(value), 0); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			t.Fatal(err)
 		}
 	}
-	const port = 4433
-	probes := []string{"192.0.2.1", "2001:db8:1::1", "198.51.100.1", "2001:db8:2::1"}
+	knock := map[string]*net.UDPConn{}
+	return ends{
+		bind: func(p place) (syscall.Conn, error) { return plainSocket(p.network, p.address, p.device, true) },
+		list: sockdiag.UDP,
+		send: func(host string, sockets ...syscall.Conn) int {
+			c := knock[host]
+			if c == nil {
+				var err error
+				clients.Run(func() { c, err = net.DialUDP("udp", nil, &net.UDPAddr{IP: net.ParseIP(host), Port: overlapPort}) })
+				if err != nil {
+					t.Fatal(err)
+				}
+				t.Cleanup(func() { _ = c.Close() })
+				knock[host] = c
+			}
+			// An answer of ICMP may be held back.
+			for range 10 {
+				if _, err := c.Write([]byte("knock")); err != nil && !errors.Is(err, unix.ECONNREFUSED) {
+					t.Fatal(err)
+				}
+				i := ready(t, append(sockets, c)...)
+				if i == len(sockets) {
+					_, _ = c.Read(make([]byte, 16)) // takes the error
+					return -1
+				}
+				if i >= 0 {
+					if _, _, err := sockets[i].(*net.UDPConn).ReadFromUDP(make([]byte, 16)); err != nil {
+						t.Fatal(err)
+					}
+					return i
+				}
+			}
+			t.Fatalf("a packet to %s got lost", host)
+			return 0
+		},
+	}
+}
 
+func tcpEnds(t testing.TB, clients *testutil.Netns) ends {
+	return ends{
+		bind: func(p place) (syscall.Conn, error) { return plainListener(p.network, p.address, p.device) },
+		list: sockdiag.TCPListeners,
+		send: func(host string, sockets ...syscall.Conn) int {
+			var c net.Conn
+			var err error
+			clients.Run(func() { c, err = net.DialTimeout("tcp", net.JoinHostPort(host, fmt.Sprint(overlapPort)), patience) })
+			if errors.Is(err, unix.ECONNREFUSED) {
+				return -1
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			i := ready(t, sockets...)
+			if i < 0 {
+				t.Fatalf("a connection to %s came nowhere", host)
+			}
+			accepted, err := sockets[i].(*net.TCPListener).Accept()
+			if err != nil {
+				t.Fatal(err)
+			}
+			_ = accepted.(*net.TCPConn).SetLinger(0) // leaves nothing behind
+			_ = accepted.Close()
+			return i
+		},
+	}
+}
+
+// TestOverlapIsTheKernels binds two sockets at all pairs of addresses and devices,
+// sends packets, and compares who gets them with what the preflight says.
+func TestOverlapIsTheKernels(t *testing.T) {
+	for protocol, makeEnds := range map[string]func(testing.TB, *testutil.Netns) ends{"udp": udpEnds, "tcp": tcpEnds} {
+		t.Run(protocol, func(t *testing.T) {
+			w := newWorld(t)
+			clients := testutil.OtherNetNS(t)
+			devices := map[string]int{}
+			devices["d1"], _ = testutil.Veth(t, testutil.End{NS: w.ns, Name: "d1", Addresses: []string{"192.0.2.1/24", "2001:db8:1::1/64"}},
+				testutil.End{NS: clients, Name: "e1", Addresses: []string{"192.0.2.2/24", "2001:db8:1::2/64"}})
+			devices["d2"], _ = testutil.Veth(t, testutil.End{NS: w.ns, Name: "d2", Addresses: []string{"198.51.100.1/24", "2001:db8:2::1/64"}},
+				testutil.End{NS: clients, Name: "e2", Addresses: []string{"198.51.100.2/24", "2001:db8:2::2/64"}})
+			testOverlap(t, protocol, makeEnds(t, clients), devices)
+		})
+	}
+}
+
+func testOverlap(t *testing.T, protocol string, e ends, devices map[string]int) {
+	probes := []string{"192.0.2.1", "2001:db8:1::1", "198.51.100.1", "2001:db8:2::1"}
 	var places []place
 	for _, device := range []string{"", "d1", "d2"} {
-		for _, p := range []place{{"udp4", "0.0.0.0:4433", ""}, {"udp", "[::]:4433", ""}, {"udp6", "[::]:4433", ""},
-			{"udp4", "192.0.2.1:4433", ""}, {"udp6", "[2001:db8:1::1]:4433", ""}} {
-			places = append(places, place{p.network, p.address, device})
+		for _, p := range []place{{"4", "0.0.0.0:4433", ""}, {"", "[::]:4433", ""}, {"6", "[::]:4433", ""},
+			{"4", "192.0.2.1:4433", ""}, {"6", "[2001:db8:1::1]:4433", ""}} {
+			places = append(places, place{protocol + p.network, p.address, device})
 		}
 	}
-	bind := func(p place) *net.UDPConn {
-		c, err := plainSocket(p.network, p.address, p.device, true)
+	bind := func(p place) syscall.Conn {
+		c, err := e.bind(p)
 		if err != nil {
 			t.Fatalf("%v: %v", p, err)
 		}
 		return c
 	}
-	var knock []*net.UDPConn
-	clients.Run(func() {
-		for _, host := range probes {
-			c, err := net.DialUDP("udp", nil, &net.UDPAddr{IP: net.ParseIP(host), Port: port})
-			if err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(func() { _ = c.Close() })
-			knock = append(knock, c)
-		}
-	})
-	// send says which socket got a packet, -1 for none: then ICMP says so.
-	send := func(probe int, sockets ...*net.UDPConn) int {
-		c := knock[probe]
-		if err := c.SetDeadline(time.Now().Add(patience)); err != nil {
-			t.Fatal(err)
-		}
-		fds := make([]unix.PollFd, 0, 3)
-		for _, s := range append(sockets, c) {
-			raw, err := s.SyscallConn()
-			if err != nil {
-				t.Fatal(err)
-			}
-			if err := raw.Control(func(fd uintptr) { fds = append(fds, unix.PollFd{Fd: int32(fd), Events: unix.POLLIN}) }); err != nil {
+	unbind := func(sockets ...syscall.Conn) {
+		for _, c := range sockets {
+			if err := c.(io.Closer).Close(); err != nil {
 				t.Fatal(err)
 			}
 		}
-		heard := 0
-		// An answer of ICMP may be held back.
-		for try := 0; heard == 0 && try < 10; try++ {
-			_, err := c.Write([]byte("knock"))
-			if err == nil {
-				heard, err = unix.Poll(fds, 1000)
-			}
-			if err != nil && !errors.Is(err, unix.EINTR) {
-				t.Fatal(err)
-			}
-		}
-		if heard == 0 {
-			t.Fatalf("a packet to %s got lost", probes[probe])
-		}
-		for i, s := range sockets {
-			if fds[i].Revents == 0 {
-				continue
-			}
-			if _, _, err := s.ReadFromUDP(make([]byte, 16)); err != nil {
-				t.Fatal(err)
-			}
-			return i
-		}
-		_, _ = c.Read(make([]byte, 16)) // takes the error
-		return -1
 	}
 	// Which packets reach a socket that is alone.
 	alone := make(map[place][]bool)
 	for _, p := range places {
 		c := bind(p)
-		for probe := range probes {
-			alone[p] = append(alone[p], send(probe, c) == 0)
+		for _, host := range probes {
+			alone[p] = append(alone[p], e.send(host, c) == 0)
 		}
-		if err := c.Close(); err != nil {
-			t.Fatal(err)
-		}
+		unbind(c)
 	}
 	seen := map[string]int{}
 	for _, ours := range places {
 		for _, theirs := range places {
 			o := dispatch.Options{Network: ours.network, Address: ours.address, Device: ours.device}
 			other := bind(theirs)
-			listed, err := sockdiag.UDP(port)
+			listed, err := e.list(overlapPort)
 			if err != nil || len(listed) != 1 {
 				t.Fatalf("%v: %d sockets, %v", theirs, len(listed), err)
 			}
@@ -139,27 +205,21 @@ func TestOverlapIsTheKernels(t *testing.T) {
 				t.Fatal(err)
 			}
 			seen[relation]++
-			if err := other.Close(); err != nil {
-				t.Fatal(err)
-			}
+			unbind(other)
 			got := make([][2]int, len(probes))
 			for order := range 2 {
-				var our, other *net.UDPConn
+				var our, other syscall.Conn
 				if order == 0 {
 					our, other = bind(ours), bind(theirs)
 				} else {
 					other, our = bind(theirs), bind(ours)
 				}
-				for probe := range probes {
-					if alone[ours][probe] && alone[theirs][probe] {
-						got[probe][order] = send(probe, our, other)
+				for i, host := range probes {
+					if alone[ours][i] && alone[theirs][i] {
+						got[i][order] = e.send(host, our, other)
 					}
 				}
-				for _, c := range []*net.UDPConn{our, other} {
-					if err := c.Close(); err != nil {
-						t.Fatal(err)
-					}
-				}
+				unbind(our, other)
 			}
 			if (relation == "same") != (ours == theirs) {
 				t.Errorf("%v and %v are held to be %s", ours, theirs, relation)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package dispatch is the control plane of UDP servers that are upgraded with
+// Package dispatch is the control plane of UDP and TCP servers that are upgraded with
 // nothing lost. The sockets of one address form a group; each process instance
 // is a generation of the group; a program in the kernel gives each packet to
 // the generation that its flow belongs to, and new flows to the active one.
@@ -12,7 +12,8 @@
 //
 //	group, err := dispatch.Open(dispatch.Options{Address: "192.0.2.1:443"})
 //	generation, err := group.Join(min(runtime.NumCPU(), dispatch.DefaultWorkers))
-//	// read generation.Conns(), or give them to a QUIC library
+//	// read generation.Conns(), or give them to a QUIC library; with TCP serve on
+//	// generation.Listeners()
 //	err = generation.Activate()
 //
 // The generation that was active before is draining from that moment: no new
@@ -51,7 +52,7 @@
 //
 // # Needs
 //
-// Linux 5.10 or later and a bpffs, or Options.Files. Creating a group needs CAP_BPF, CAP_NET_ADMIN
+// Linux 5.10 or later (TCP: 5.14) and a bpffs, or Options.Files. Creating a group needs CAP_BPF, CAP_NET_ADMIN
 // and CAP_PERFMON (without the last one the verifier refuses pointer arithmetic
 // that it holds open to speculation). A server without any capability can join a
 // group that [Prepare] made for its user, on Linux 5.19 or later where

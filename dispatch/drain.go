@@ -22,8 +22,9 @@ const (
 	countFlowsEvery = time.Second
 )
 
-// ErrUnread ends a drain whose sockets still hold datagrams that nobody reads.
-var ErrUnread = errors.New("datagrams are queued and nobody reads them")
+// ErrUnread ends a drain whose sockets still hold datagrams, or connections, that nobody
+// takes.
+var ErrUnread = errors.New("a queue is not empty and nobody reads it")
 
 // Drain ends the generation's part in the group with nothing lost. It waits until the
 // options say that the drain is over, takes the sockets out of the map, waits for
@@ -31,6 +32,10 @@ var ErrUnread = errors.New("datagrams are queued and nobody reads them")
 // reading meanwhile, has read the queues to the end. The owner then ends its flows and
 // calls Close. A draining generation stays in the order of last resort until it leaves
 // the map.
+//
+// With TCP, connections that wait at the listeners move to the active generation when
+// they close; Drain waits until the owner has accepted them all only when no other
+// generation is there. What was accepted before is the owner's to end, before or after.
 //
 // Draining the active generation, with DrainOptions.Final, is how a service ends: if
 // other generations hold sockets then, the one that was active before is active again.
@@ -185,26 +190,29 @@ func (n *Generation) idle() (time.Duration, error) {
 // readToEnd waits until the owner's reader has emptied every queue, and counts those
 // that were not empty at first.
 func (n *Generation) readToEnd(ctx context.Context) (queued int, err error) {
-	for _, conn := range n.conns {
-		if _, waiting := peek(conn); waiting {
+	if slots, _ := n.group.table.order(); n.group.key.protocol() == tcp && len(slots) > 0 {
+		return 0, nil // what waits will move
+	}
+	for _, s := range n.sockets {
+		if _, waiting := peek(s); waiting {
 			queued++
 		}
 	}
 	step("count queues")
-	for _, conn := range n.conns {
-		first, waiting := peek(conn)
+	for _, s := range n.sockets {
+		first, waiting := peek(s)
 		since := time.Now()
 		for waiting {
 			if err := sleep(ctx, queuePoll); err != nil {
 				return queued, err
 			}
 			var next head
-			next, waiting = peek(conn)
+			next, waiting = peek(s)
 			if next != first {
 				first, since = next, time.Now()
 			}
 			if waiting && time.Since(since) > unreadLimit {
-				return queued, fmt.Errorf("%w: %d bytes on %s; keep reading until Drain returns", ErrUnread, first.memory, conn.LocalAddr())
+				return queued, fmt.Errorf("%w: %s on %s; keep reading until Drain returns", ErrUnread, first, addressOf(s))
 			}
 		}
 	}
@@ -214,16 +222,46 @@ func (n *Generation) readToEnd(ctx context.Context) (queued int, err error) {
 // head is what a reader of a socket would get next, and the memory of the queue: when it
 // changes somebody reads. The memory alone does not tell, since the kernel gives it back
 // in steps of a quarter of the receive buffer (udp_rmem_release in net/ipv4/udp.c).
+// Of a listener it is how many connections wait to be accepted.
 type head struct {
-	memory uint32
-	size   int
-	octets [64]byte
+	memory      uint32
+	size        int
+	octets      [64]byte
+	connections uint32
 }
 
-// peek reports whether a datagram waits on the socket, and which. A closed socket has
-// none.
-func peek(conn *net.UDPConn) (h head, waiting bool) {
-	_ = rawconn.Of(conn, func(fd int) error {
+func (h head) String() string {
+	if h.connections > 0 {
+		return fmt.Sprintf("%d connections", h.connections)
+	}
+	return fmt.Sprintf("%d bytes", h.memory)
+}
+
+func addressOf(s socket) net.Addr {
+	switch s := s.(type) {
+	case *net.TCPListener:
+		return s.Addr()
+	case *net.UDPConn:
+		return s.LocalAddr()
+	}
+	return nil
+}
+
+// peek reports whether a datagram or connection waits on the socket, and which. A closed
+// socket has none.
+func peek(s socket) (h head, waiting bool) {
+	if isTCP(s) {
+		_ = rawconn.Of(s, func(fd int) error {
+			// Of a listener, tcpi_unacked is that (tcp_get_info in net/ipv4/tcp.c).
+			info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
+			if err == nil {
+				h.connections = info.Unacked
+			}
+			return err
+		})
+		return h, h.connections > 0
+	}
+	_ = rawconn.Of(s, func(fd int) error {
 		n, _, err := unix.Recvfrom(fd, h.octets[:], unix.MSG_PEEK|unix.MSG_DONTWAIT|unix.MSG_TRUNC)
 		// Another error was pending, and this call took it. The next one sees what is behind.
 		waiting = !errors.Is(err, unix.EAGAIN)

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"log"
 	"net"
+	"net/http"
 	"os"
 	"os/signal"
 	"syscall"
@@ -53,6 +54,38 @@ func ExampleOpen_stateless() {
 	over := make(chan struct{})
 	close(over)
 	if _, err := generation.Drain(context.Background(), dispatch.DrainOptions{Done: over}); err != nil {
+		log.Print(err)
+	}
+	_ = generation.Close()
+	_ = group.Close()
+}
+
+// An HTTP/1.1 server. Its connections are sockets of their own, which stay with the
+// process; those that wait to be accepted when the listeners close go to the successor.
+func ExampleGeneration_Listeners() {
+	group, err := dispatch.Open(dispatch.Options{Network: "tcp", Address: "192.0.2.1:80", Service: "web"})
+	if err != nil {
+		log.Fatal(err)
+	}
+	generation, err := group.Join(1)
+	if err != nil {
+		log.Fatal(err)
+	}
+	server := &http.Server{ReadHeaderTimeout: 10 * time.Second}
+	for _, l := range generation.Listeners() {
+		go func() {
+			if err := server.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+				log.Print(err)
+			}
+		}()
+	}
+	if err := generation.Activate(); err != nil {
+		log.Fatal(err)
+	}
+
+	<-generation.Superseded()
+	// Closes the listeners, and waits until the requests under way are answered.
+	if err := server.Shutdown(context.Background()); err != nil {
 		log.Print(err)
 	}
 	_ = generation.Close()

@@ -105,7 +105,7 @@ func FolderName(o Options) (string, error) {
 }
 
 // ExplainLoad says why the kernel refused the data plane.
-func ExplainLoad(err error) error { return explainLoad(err) }
+func ExplainLoad(err error, s Steering) error { return explainLoad(err, s) }
 
 // MountPointFor suggests where to mount a bpffs for a root.
 func MountPointFor(root string) string { return mountPointFor(root) }

@@ -177,8 +177,8 @@ func (n *Generation) ownFlow(worker int, peer netip.AddrPort) (bpf.Peer, error) 
 	if s := Steering(n.group.table.Steering); s != SteeringFlow {
 		return bpf.Peer{}, fmt.Errorf("%w: the group's steering is %s, which tracks no flows", ErrState, s)
 	}
-	if worker < 0 || worker >= len(n.conns) {
-		return bpf.Peer{}, fmt.Errorf("%w: worker %d; there are 0 to %d", ErrOptions, worker, len(n.conns)-1)
+	if worker < 0 || worker >= len(n.sockets) {
+		return bpf.Peer{}, fmt.Errorf("%w: worker %d; there are 0 to %d", ErrOptions, worker, len(n.sockets)-1)
 	}
 	if !peer.IsValid() {
 		return bpf.Peer{}, fmt.Errorf("%w: the peer has no address", ErrOptions)

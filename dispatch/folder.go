@@ -19,12 +19,13 @@ import (
 	"instar/internal/kernel"
 )
 
-// groupPrefix starts the name of every group, asidePrefix that of a folder that is
-// being built or removed.
-const (
-	groupPrefix = "udp"
-	asidePrefix = "new-"
-)
+// asidePrefix starts the name of a folder that is being built or removed.
+const asidePrefix = "new-"
+
+// isGroup reports whether a folder's name is that of a group.
+func isGroup(name string) bool {
+	return strings.HasPrefix(name, udp) || strings.HasPrefix(name, tcp)
+}
 
 // folder is a group's folder of pins.
 type folder struct {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"slices"
@@ -20,12 +21,13 @@ import (
 	"instar/internal/rawconn"
 )
 
-// Generation is this process's membership in a group: one bound UDP socket a worker.
+// Generation is this process's membership in a group: one UDP socket or TCP listener a
+// worker.
 type Generation struct {
-	group  *Group
-	slot   uint8
-	number uint32
-	conns  []*net.UDPConn
+	group   *Group
+	slot    uint8
+	number  uint32
+	sockets []socket
 
 	mu         sync.Mutex
 	closed     bool
@@ -33,11 +35,18 @@ type Generation struct {
 	signalled  bool
 }
 
+// socket is a *net.UDPConn or a *net.TCPListener.
+type socket interface {
+	syscall.Conn
+	io.Closer
+}
+
 // Join binds one socket a worker and registers them as a new generation, which is
 // staged: new flows do not reach it before it is activated. Either all sockets are
-// registered when Join returns, or none is left open.
+// registered when Join returns, or none is left open. TCP listeners listen already then,
+// with the backlog of net.core.somaxconn.
 //
-// With a worker for each CPU the generations that stay lose nothing to sockets that
+// With UDP and a worker for each CPU the generations that stay lose nothing to sockets that
 // close, whatever the moment; with fewer, a packet may be lost once in thousands of
 // closes under heavy load, and one when a process is killed. SO_INCOMING_CPU of the
 // sockets is in use for that.
@@ -114,7 +123,7 @@ func (g *Group) join(workers int) (n *Generation, err error) {
 	step("announce")
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, n.closeConns())
+			err = errors.Join(err, n.closeSockets())
 			g.vacate(slot)
 			n = nil
 		}
@@ -130,19 +139,19 @@ func (g *Group) join(workers int) (n *Generation, err error) {
 	step("number slot")
 	cpus := cpusFor(workers)
 	for w := range workers {
-		var conn *net.UDPConn
+		var s socket
 		if w == 0 {
-			conn, err = g.bindFirst()
+			s, err = g.bindFirst()
 		} else {
-			conn, err = g.bind(nil)
+			s, err = g.bind(nil)
 		}
 		if err != nil {
 			return n, g.explainBind(err)
 		}
-		n.conns = append(n.conns, conn)
-		preferOn(conn, cpus[w])
+		n.sockets = append(n.sockets, s)
+		preferOn(s, cpus[w])
 		step("bind")
-		if err := g.register(slot, w, conn); err != nil {
+		if err := g.register(slot, w, s); err != nil {
 			return n, err
 		}
 		step("register")
@@ -159,35 +168,41 @@ func (g *Group) join(workers int) (n *Generation, err error) {
 // that there is no moment in which the kernel's hash decides. The kernel refuses that
 // when others are there already (udp_lib_lport_inuse in net/ipv4/udp.c); then the socket
 // joins them, and attaching the program that they have anyway changes nothing.
-func (g *Group) bindFirst() (*net.UDPConn, error) {
+//
+// A TCP listener with a program joins others with theirs, and takes that
+// (reuseport_add_sock in net/core/sock_reuseport.c).
+func (g *Group) bindFirst() (socket, error) {
 	current, err := g.home.current(g.pins.program)
 	if err != nil {
 		return nil, err
 	}
-	conn, err := g.bind(g.attach)
+	if slots, _ := g.table.order(); g.key.protocol() == tcp && !current && len(slots) > 0 {
+		return g.bind(nil) // the others have the group's program, and this process has not
+	}
+	s, err := g.bind(g.attach)
 	if err == nil && !current {
 		setText(g.table.Program[:], "") // of another build than the table says; nobody knows which
 		if err = g.home.attached(g.pins.program); err != nil {
-			err = errors.Join(err, closeSockets(conn))
+			err = errors.Join(err, closeSockets(s))
 		}
 	}
 	if !errors.Is(err, unix.EADDRINUSE) {
-		return conn, err
+		return s, err
 	}
-	if conn, err = g.bind(nil); err != nil {
+	if s, err = g.bind(nil); err != nil {
 		return nil, err
 	}
 	if !current {
-		return conn, nil // the others have the group's program, and this process has not
+		return s, nil // as above
 	}
-	if err := rawconn.Of(conn, g.attach); err != nil {
-		return nil, errors.Join(err, closeSockets(conn))
+	if err := rawconn.Of(s, g.attach); err != nil {
+		return nil, errors.Join(err, closeSockets(s))
 	}
-	return conn, nil
+	return s, nil
 }
 
 // bind makes one socket of the group; before is called with it before it is bound.
-func (g *Group) bind(before func(fd int) error) (*net.UDPConn, error) {
+func (g *Group) bind(before func(fd int) error) (socket, error) {
 	var failed error
 	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		failed = rawconn.Control(c, func(fd int) error {
@@ -198,14 +213,22 @@ func (g *Group) bind(before func(fd int) error) (*net.UDPConn, error) {
 		})
 		return failed
 	}}
-	c, err := config.ListenPacket(context.Background(), g.key.network, g.key.addr.String())
+	// The kernel has no reuseport programs for MPTCP, which is Go's default.
+	config.SetMultipathTCP(false)
+	var s any
+	var err error
+	if g.key.protocol() == tcp {
+		s, err = config.Listen(context.Background(), g.key.network, g.key.addr.String())
+	} else {
+		s, err = config.ListenPacket(context.Background(), g.key.network, g.key.addr.String())
+	}
 	if failed != nil {
 		return nil, failed // not in the words of package net
 	}
 	if err != nil {
 		return nil, err
 	}
-	return c.(*net.UDPConn), nil
+	return s.(socket), nil
 }
 
 func (g *Group) prepareSocket(fd int) error {
@@ -243,9 +266,9 @@ func (g *Group) attach(fd int) error {
 }
 
 // register puts a socket into the map.
-func (g *Group) register(slot uint8, worker int, conn *net.UDPConn) error {
+func (g *Group) register(slot uint8, worker int, s socket) error {
 	index := uint32(slot)*g.table.workers + uint32(worker)
-	err := rawconn.Of(conn, func(fd int) error { return g.pins.sockets.Put(index, uint64(fd)) })
+	err := rawconn.Of(s, func(fd int) error { return g.pins.sockets.Put(index, uint64(fd)) })
 	if err != nil {
 		return fmt.Errorf("register socket of worker %d: %w", worker, err)
 	}
@@ -259,11 +282,26 @@ func (n *Generation) Number() uint32 { return n.number }
 func (n *Generation) Group() *Group { return n.group }
 
 // Workers is the number of sockets.
-func (n *Generation) Workers() int { return len(n.conns) }
+func (n *Generation) Workers() int { return len(n.sockets) }
 
-// Conns are the sockets, one a worker. They belong to the Generation; do not close
-// them, and do not call File on them.
-func (n *Generation) Conns() []*net.UDPConn { return slices.Clone(n.conns) }
+// Conns are the sockets, one a worker; none with TCP. They belong to the Generation; do
+// not close them, and do not call File on them.
+func (n *Generation) Conns() []*net.UDPConn { return socketsOf[*net.UDPConn](n) }
+
+// Listeners are the TCP listeners, one a worker; none with UDP. What closes one, such as
+// http.Server.Shutdown, takes it out of the group, and the connections that wait at it
+// move to the active generation. Do not call File on them.
+func (n *Generation) Listeners() []*net.TCPListener { return socketsOf[*net.TCPListener](n) }
+
+func socketsOf[S socket](n *Generation) []S {
+	var list []S
+	for _, s := range n.sockets {
+		if s, ok := s.(S); ok {
+			list = append(list, s)
+		}
+	}
+	return list
+}
 
 // Handle names a worker's socket in the group, for connection IDs. Workers are
 // counted from 0.
@@ -329,8 +367,9 @@ func (n *Generation) observe() {
 func (n *Generation) Activate() error { return n.group.Activate(n.number) }
 
 // Close leaves the group at once and closes the sockets: flows that are left are
-// orphans, datagrams that are queued are lost. Drain first to lose nothing. Closing
-// again does nothing.
+// orphans, datagrams that are queued are lost. Drain first to lose nothing. With TCP
+// nothing is lost as long as another generation is there: connections that wait to be
+// accepted move to it. Closing again does nothing.
 func (n *Generation) Close() error {
 	n.mu.Lock()
 	if n.closed {
@@ -340,20 +379,19 @@ func (n *Generation) Close() error {
 	n.closed = true
 	n.mu.Unlock()
 	n.group.watch.remove(n)
-	giveUpPreference(n.conns...)
+	giveUpPreference(n.sockets...)
 	err := n.group.update(func() error {
 		if slot, ok := n.group.table.find(n.number); ok && slot == n.slot {
 			n.group.leave(slot)
 		}
 		// Under the lock: nobody finds sockets at the address that are in no map.
-		hide(n.conns...)
-		return nil
+		return hide(n.sockets...)
 	})
 	n.observe()
-	if err = errors.Join(err, n.closeConns()); err != nil {
+	if err = errors.Join(err, n.closeSockets()); err != nil {
 		return fmt.Errorf("close generation %d of %s: %w", n.number, n.group.key, err)
 	}
 	return nil
 }
 
-func (n *Generation) closeConns() error { return closeSockets(n.conns...) }
+func (n *Generation) closeSockets() error { return closeSockets(n.sockets...) }

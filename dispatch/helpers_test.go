@@ -170,6 +170,25 @@ func plainSocket(network, address, device string, reuseport bool) (*net.UDPConn,
 	return c.(*net.UDPConn), nil
 }
 
+// plainListener is the like for TCP, with SO_REUSEPORT.
+func plainListener(network, address, device string) (*net.TCPListener, error) {
+	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
+		return rawconn.Control(c, func(fd int) error {
+			err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1)
+			if device != "" {
+				err = errors.Join(err, unix.BindToDevice(fd, device))
+			}
+			return err
+		})
+	}}
+	config.SetMultipathTCP(false)
+	l, err := config.Listen(context.Background(), network, address)
+	if err != nil {
+		return nil, err
+	}
+	return l.(*net.TCPListener), nil
+}
+
 func (w *world) plainSocket(network, address, device string, reuseport bool) *net.UDPConn {
 	w.Helper()
 	c, err := plainSocket(network, address, device, reuseport)

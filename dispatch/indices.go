@@ -23,8 +23,8 @@ import (
 // steering, ErrOptions when there is no such worker.
 func (n *Generation) OwnIndex(worker int, index uint32) error {
 	err := n.withIndices(func() error {
-		if worker < 0 || worker >= len(n.conns) {
-			return fmt.Errorf("%w: worker %d; there are 0 to %d", ErrOptions, worker, len(n.conns)-1)
+		if worker < 0 || worker >= len(n.sockets) {
+			return fmt.Errorf("%w: worker %d; there are 0 to %d", ErrOptions, worker, len(n.sockets)-1)
 		}
 		return n.ownIndex(worker, index)
 	})

@@ -29,7 +29,7 @@ func TestOldKernel(t *testing.T) {
 	if errno != 0 {
 		t.Fatal(errno)
 	}
-	err := dispatch.ExplainLoad(unix.EINVAL)
+	err := dispatch.ExplainLoad(unix.EINVAL, dispatch.SteeringTCP)
 	if _, _, errno := unix.Syscall(unix.SYS_PERSONALITY, old, 0, 0); errno != 0 {
 		runtime.LockOSThread() // the thread ends with the goroutine
 		t.Fatal(errno)

@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 
 	"instar/internal/bpffs"
 )
@@ -48,7 +47,7 @@ func List(root string) ([]Entry, error) {
 			return nil, fmt.Errorf("list groups: %w", err)
 		}
 		for _, e := range groups {
-			if !strings.HasPrefix(e.Name(), groupPrefix) || !e.IsDir() {
+			if !isGroup(e.Name()) || !e.IsDir() {
 				continue
 			}
 			list = append(list, entry(filepath.Join(root, ns.Name(), e.Name()), ns.Name(), here))
@@ -96,7 +95,7 @@ func forget(path string) error {
 	if err != nil {
 		return err
 	}
-	if name := filepath.Base(path); !on || !strings.HasPrefix(name, groupPrefix) {
+	if name := filepath.Base(path); !on || !isGroup(name) {
 		return fmt.Errorf("%w: it is no folder of a group", ErrOptions)
 	}
 	// The folder above is locked too, so that nobody creates a group meanwhile.

@@ -22,6 +22,9 @@ import (
 // bounded loops and the jiffies helper; it is the oldest one that is tested.
 var oldestKernel = kernel.Version{Major: 5, Minor: 10}
 
+// migrates is the first with SEC("sk_reuseport/migrate").
+var migrates = kernel.Version{Major: 5, Minor: 14}
+
 // ownMemlock accounts the memory of maps and programs to the control group: before
 // it, RLIMIT_MEMLOCK bounded it.
 var ownMemlock = kernel.Version{Major: 5, Minor: 11}
@@ -49,7 +52,7 @@ func load(o Options, prefix int) (*pins, error) {
 	_ = rlimit.RemoveMemlock()
 	c, err := ebpf.NewCollection(spec)
 	if err != nil {
-		return nil, fmt.Errorf("create group: %w", explainLoad(err))
+		return nil, fmt.Errorf("create group: %w", explainLoad(err, o.Steering))
 	}
 	p := &pins{
 		sockets:  c.DetachMap(bpf.MapSockets),
@@ -67,13 +70,16 @@ func load(o Options, prefix int) (*pins, error) {
 
 // explainLoad finds out why the kernel refused the data plane. It tries one
 // thing at a time, since the kernel answers most of them with a bare EPERM.
-func explainLoad(err error) error {
+func explainLoad(err error, s Steering) error {
 	if e := lacksCapabilities(); e != nil {
 		return e
 	}
 	if v, e := kernel.Current(); e == nil && !v.AtLeast(oldestKernel) {
 		return fmt.Errorf("%w: Linux %v is running and %v is the oldest that can (%w)",
 			ErrNotSupported, v, oldestKernel, answer(err))
+	} else if e == nil && s == SteeringTCP && !v.AtLeast(migrates) {
+		return fmt.Errorf("%w: Linux %v is running and %v is the oldest that moves connections from a TCP listener that closes "+
+			"to another one (%w); pass the listener itself on instead, with package handover", ErrNotSupported, v, migrates, answer(err))
 	}
 	if errors.Is(err, unix.EPERM) {
 		if e := lacksMemory(answer(err)); e != nil {
@@ -140,7 +146,9 @@ func initialise(p *pins, o Options, k key, prefix int) error {
 	t.Steering = uint32(o.Steering)
 	t.MaxGenerations = uint32(o.MaxGenerations)
 	t.MaxWorkers = uint32(o.Workers)
-	t.FlowEntries = uint32(o.FlowEntries)
+	if _, remembers := flowSizes[o.Steering]; remembers {
+		t.FlowEntries = uint32(o.FlowEntries)
+	}
 	t.Prefix = uint32(prefix)
 	if o.Steering == SteeringFlow || o.Steering == SteeringWireGuard {
 		t.FlowTimeout = uint16(o.FlowTimeout / time.Second)

@@ -32,9 +32,9 @@ const (
 // Options name a group and say how to make it. The zero value of every field
 // but Address works.
 type Options struct {
-	// Network is "udp", "udp4" or "udp6", as in package net with one
-	// difference: "udp6" is always IPv6 only, "udp" on [::] is dual stack, and
-	// "udp" on an IPv4 address is "udp4". Default "udp".
+	// Network is "udp", "udp4", "udp6", "tcp", "tcp4" or "tcp6", as in package net with
+	// one difference: "udp6" and "tcp6" are always IPv6 only, "udp" on [::] is dual stack,
+	// and "udp" on an IPv4 address is "udp4". Default "udp", with SteeringTCP "tcp".
 	Network string
 
 	// Address is "IP:port" with a literal IP address and a port from 1 to
@@ -51,7 +51,8 @@ type Options struct {
 	// of the executable.
 	Service string
 
-	// Steering selects the data plane. Default SteeringQUIC.
+	// Steering selects the data plane. Default SteeringQUIC, which is of UDP as all
+	// others are but SteeringTCP, the default and the only one of TCP.
 	Steering Steering
 
 	// MaxGenerations is the most generations that may hold sockets at the same
@@ -66,7 +67,7 @@ type Options struct {
 	// handshakes under way), 64 to 16,777,216. When it is full the least
 	// recently used flow is forgotten; the kernel begins with that a little earlier,
 	// so leave an eighth of room. An entry takes about 100 bytes of kernel memory.
-	// Default 65,536. SteeringStateless has no such table.
+	// Default 65,536. SteeringStateless and SteeringTCP have no such table.
 	FlowEntries int
 
 	// FlowTimeout is how long a flow may be silent until SteeringFlow forgets it, or how
@@ -107,7 +108,8 @@ type Options struct {
 
 	// ReceiveBuffer is SO_RCVBUF of each socket in bytes, as the kernel counts
 	// (it doubles the value). 0 keeps the kernel's default. With CAP_NET_ADMIN
-	// the limit net.core.rmem_max does not apply.
+	// the limit net.core.rmem_max does not apply. With TCP it is refused: the kernel
+	// would no longer fit the buffers of the connections to their paths.
 	ReceiveBuffer int
 
 	// Build labels the generations that join through this Group in listings, at

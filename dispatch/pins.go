@@ -82,16 +82,11 @@ func openPins(at home) (p *pins, t table, err error) {
 		t.generations, t.workers = t.MaxGenerations, t.MaxWorkers
 		err = p.check(at, t)
 	}
-	if err == nil && Steering(t.Steering) != SteeringStateless {
+	sizes, remembers := flowSizes[Steering(t.Steering)]
+	if err == nil && remembers {
 		p.flows, err = at.openMap(pinFlows)
 	}
 	if err == nil && p.flows != nil {
-		sizes := map[Steering][2]uintptr{
-			SteeringQUIC:      {8, unsafe.Sizeof(bpf.Flow{})},
-			SteeringFlow:      {unsafe.Sizeof(bpf.Peer{}), unsafe.Sizeof(bpf.Tracked{})},
-			SteeringWireGuard: {4, unsafe.Sizeof(bpf.Tracked{})},
-			SteeringCustom:    {8, unsafe.Sizeof(bpf.Flow{})},
-		}[Steering(t.Steering)]
 		if k, v := uintptr(p.flows.KeySize()), uintptr(p.flows.ValueSize()); k != sizes[0] || v != sizes[1] {
 			err = damaged(at, "pin %q has keys of %d and values of %d bytes", pinFlows, k, v)
 		}
@@ -104,6 +99,14 @@ func openPins(at home) (p *pins, t table, err error) {
 		t.unmap()
 	}
 	return p, t, err
+}
+
+// flowSizes are those of the keys and values of the flow table, where a steering has one.
+var flowSizes = map[Steering][2]uintptr{
+	SteeringQUIC:      {8, unsafe.Sizeof(bpf.Flow{})},
+	SteeringFlow:      {unsafe.Sizeof(bpf.Peer{}), unsafe.Sizeof(bpf.Tracked{})},
+	SteeringWireGuard: {4, unsafe.Sizeof(bpf.Tracked{})},
+	SteeringCustom:    {8, unsafe.Sizeof(bpf.Flow{})},
 }
 
 // check refuses pins that do not belong together.

@@ -65,9 +65,9 @@ func (g *Group) checkAddress() error {
 
 // rivals finds the sockets that stand in the way.
 func (g *Group) rivals() ([]rival, error) {
-	sockets, err := sockdiag.UDP(g.key.addr.Port())
+	sockets, err := g.key.sockets()
 	if err != nil {
-		// A kernel without udp_diag, or a seccomp filter. Binding tells the worst of it.
+		// A kernel without its module for that, or a seccomp filter. Binding tells the worst of it.
 		g.log.Warn("cannot see who else is at the address", "group", g.key.String(), "err", err)
 		return nil, nil
 	}
@@ -110,6 +110,14 @@ func (g *Group) rivals() ([]rival, error) {
 	return rivals, nil
 }
 
+// sockets lists those that have the group's port.
+func (k key) sockets() ([]sockdiag.Socket, error) {
+	if k.protocol() == tcp {
+		return sockdiag.TCPListeners(k.addr.Port())
+	}
+	return sockdiag.UDP(k.addr.Port())
+}
+
 // deviceIndex is the number of the group's device, 0 when it has none.
 func (k key) deviceIndex() (int, error) {
 	if k.device == "" {
@@ -127,7 +135,7 @@ func (k key) deviceIndex() (int, error) {
 
 // reason says why a socket is in the way, and what to do about it.
 func (k key) reason(r relation, s sockdiag.Socket, holders []sockdiag.Process) string {
-	who := describe(s, holders)
+	who := k.describe(s, holders)
 	switch r {
 	case narrower:
 		return fmt.Sprintf("%s is more specific and takes its packets from this group; %s", who, k.resolve(s))
@@ -160,7 +168,8 @@ const (
 // of the packet's address, then for a wildcard one, and takes the first reuseport
 // group that it finds (udp4_lib_lookup2 in net/ipv4/udp.c, udp6_lib_lookup2 in
 // net/ipv6/udp.c): IPv4 sockets come first, the latest of them, then IPv6 ones, the
-// earliest of them. A device adds nothing.
+// earliest of them. A device adds nothing. TCP listeners are found in the same way
+// (inet_lhash2_lookup in net/ipv4/inet_hashtables.c).
 func (k key) relate(s sockdiag.Socket, device int) relation {
 	if s.Device == noDevice {
 		return apart // it is being closed, see closeSockets
@@ -168,8 +177,8 @@ func (k key) relate(s sockdiag.Socket, device int) relation {
 	v4 := s.Family == unix.AF_INET
 	any4 := v4 || !s.V6Only && s.Local.Addr().IsUnspecified() || s.Local.Addr().Is4In6()
 	any6 := !v4 && !s.Local.Addr().Is4In6()
-	our4 := k.network == "udp4" || k.dualStack()
-	our6 := k.network != "udp4"
+	our4 := k.family() != "6"
+	our6 := k.family() != "4"
 	if (!any4 || !our4) && (!any6 || !our6) {
 		return apart
 	}
@@ -180,49 +189,51 @@ func (k key) relate(s sockdiag.Socket, device int) relation {
 	if !theirs.IsUnspecified() && !mine.IsUnspecified() && theirs.WithZone("") != mine.WithZone("") {
 		return apart
 	}
-	network := networkOf(s)
+	family := familyOf(s)
 	switch {
-	case network == k.network && theirs.WithZone("") == mine.WithZone("") && s.Device == device:
+	case family == k.family() && theirs.WithZone("") == mine.WithZone("") && s.Device == device:
 		return same
 	case theirs.IsUnspecified() != mine.IsUnspecified():
 		if mine.IsUnspecified() {
 			return narrower
 		}
 		return wider
-	case network == "udp4" && k.network != "udp4":
+	case family == "4" && k.family() != "4":
 		return narrower
-	case network != "udp4" && k.network == "udp4":
+	case family != "4" && k.family() == "4":
 		return wider
 	}
 	return contested
 }
 
-func networkOf(s sockdiag.Socket) string {
+// familyOf is as key.family.
+func familyOf(s sockdiag.Socket) string {
 	switch {
 	case s.Family == unix.AF_INET, s.Local.Addr().Is4In6():
-		return "udp4"
+		return "4"
 	case s.V6Only, !s.Local.Addr().IsUnspecified():
-		return "udp6"
+		return "6"
 	default:
-		return "udp"
+		return ""
 	}
 }
 
 // resolve says what to do about a socket that overlaps.
 func (k key) resolve(s sockdiag.Socket) string {
-	switch theirs := networkOf(s); {
-	case theirs != k.network && theirs != "udp4" && k.network != "udp4" && k.addr.Addr() == s.Local.Addr():
-		return `the two differ in v6only: stop that process, set Network to "udp" (dual stack) or "udp6" (IPv6 only) in both, or set AllowOverlap`
-	case theirs == k.network && k.addr.Addr().Unmap() == s.Local.Addr().Unmap():
+	switch theirs := familyOf(s); {
+	case theirs != k.family() && theirs != "4" && k.family() != "4" && k.addr.Addr() == s.Local.Addr():
+		return fmt.Sprintf("the two differ in v6only: stop that process, set Network to %q (dual stack) or %q (IPv6 only) in both, or set AllowOverlap",
+			k.protocol(), k.protocol()+"6")
+	case theirs == k.family() && k.addr.Addr().Unmap() == s.Local.Addr().Unmap():
 		return "the two differ in the device: stop that process, bind both to devices, or set AllowOverlap"
 	}
 	return "stop that process, bind the same address, or set AllowOverlap"
 }
 
 // describe names a socket and who holds it.
-func describe(s sockdiag.Socket, holders []sockdiag.Process) string {
+func (k key) describe(s sockdiag.Socket, holders []sockdiag.Process) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "a socket on %s %s", networkOf(s), s.Local)
+	fmt.Fprintf(&b, "a socket on %s%s %s", k.protocol(), familyOf(s), s.Local)
 	if s.Device != 0 {
 		if i, err := net.InterfaceByIndex(s.Device); err == nil {
 			fmt.Fprintf(&b, " on device %s", i.Name)
@@ -292,10 +303,10 @@ func (g *Group) explainBind(err error) error {
 	}
 	switch {
 	case errors.Is(err, unix.EADDRINUSE):
-		sockets, e := sockdiag.UDP(g.key.addr.Port())
+		sockets, e := g.key.sockets()
 		for _, s := range sockets {
 			return fmt.Errorf("%w: %w: %s; it may lack SO_REUSEPORT or belong to another user (uid %d, we are %d)",
-				ErrOccupied, err, describe(s, sockdiag.Owners(s.Inode)[s.Inode]), s.UID, os.Geteuid())
+				ErrOccupied, err, g.key.describe(s, sockdiag.Owners(s.Inode)[s.Inode]), s.UID, os.Geteuid())
 		}
 		return fmt.Errorf("%w: %w", ErrOccupied, errors.Join(err, e))
 	case errors.Is(err, unix.EACCES) && g.key.addr.Port() < 1024:

@@ -231,7 +231,7 @@ func TestRefusedLoadIsOneLine(t *testing.T) {
 	if err := rlimit.RemoveMemlock(); err != nil { // before 5.11 it would be the reason
 		t.Fatal(err)
 	}
-	err := dispatch.ExplainLoad(fmt.Errorf("program quic: load program: %w (MEMLOCK may be too low, consider rlimit.RemoveMemlock)\n\tlog", unix.EPERM))
+	err := dispatch.ExplainLoad(fmt.Errorf("program quic: load program: %w (MEMLOCK may be too low, consider rlimit.RemoveMemlock)\n\tlog", unix.EPERM), dispatch.SteeringQUIC)
 	wantRefused(t, "load", err, "permission", "maps can be created but not the program (operation not permitted); ", "security module")
 	if text := err.Error(); strings.Contains(text, "MEMLOCK may") || strings.Contains(text, "\n") {
 		t.Errorf("%q", text)

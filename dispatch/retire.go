@@ -49,17 +49,23 @@ const noCPU = -1
 //
 // A socket of Options.Device cannot be bound to another device without CAP_NET_RAW; it
 // is closed as it is.
-func closeSockets(conns ...*net.UDPConn) error {
-	giveUpPreference(conns...)
-	hide(conns...)
-	return closeAll(conns...)
+//
+// A TCP listener that closes keeps its group until nobody can find it
+// (reuseport_stop_listen_sock in net/core/sock_reuseport.c): it is just closed.
+func closeSockets(sockets ...socket) error {
+	giveUpPreference(sockets...)
+	err := hide(sockets...)
+	return errors.Join(err, closeAll(sockets...))
 }
 
 // giveUpPreference is the first step of closing sockets; they may still be in the map.
-func giveUpPreference(conns ...*net.UDPConn) {
+func giveUpPreference(sockets ...socket) {
 	preferred := false
-	for _, c := range conns {
-		_ = rawconn.Of(c, func(fd int) error {
+	for _, s := range sockets {
+		if isTCP(s) {
+			continue
+		}
+		_ = rawconn.Of(s, func(fd int) error {
 			cpu, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_INCOMING_CPU)
 			if err != nil || cpu == noCPU {
 				return err
@@ -74,19 +80,30 @@ func giveUpPreference(conns ...*net.UDPConn) {
 }
 
 // hide is the second step. From here on nothing is received and nothing can be sent, and
-// the preflight of others overlooks the sockets.
-func hide(conns ...*net.UDPConn) {
-	for _, c := range conns {
-		_ = rawconn.Of(c, func(fd int) error {
+// the preflight of others overlooks the sockets. TCP listeners are closed.
+func hide(sockets ...socket) error {
+	var errs []error
+	for _, s := range sockets {
+		if isTCP(s) {
+			errs = append(errs, closeAll(s))
+			continue
+		}
+		_ = rawconn.Of(s, func(fd int) error {
 			return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BINDTOIFINDEX, noDevice)
 		})
 	}
+	return errors.Join(errs...)
 }
 
-func closeAll(conns ...*net.UDPConn) error {
+func isTCP(s socket) bool {
+	_, ok := s.(*net.TCPListener)
+	return ok
+}
+
+func closeAll(sockets ...socket) error {
 	var errs []error
-	for _, c := range conns {
-		if err := c.Close(); !errors.Is(err, net.ErrClosed) {
+	for _, s := range sockets {
+		if err := s.Close(); !errors.Is(err, net.ErrClosed) {
 			errs = append(errs, err)
 		}
 	}
@@ -97,8 +114,11 @@ func closeAll(conns ...*net.UDPConn) error {
 // the first socket of the address has its group, that changes nothing: the program is
 // asked. See closeSockets for when it has none. A kernel that refuses it is no worse off
 // than without.
-func preferOn(conn *net.UDPConn, cpu int) {
-	_ = rawconn.Of(conn, func(fd int) error {
+func preferOn(s socket, cpu int) {
+	if isTCP(s) {
+		return
+	}
+	_ = rawconn.Of(s, func(fd int) error {
 		return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_INCOMING_CPU, cpu)
 	})
 }

@@ -27,6 +27,11 @@ const (
 	SteeringWireGuard = Steering(bpf.SteeringWireGuard)
 	// SteeringCustom finds the owner by a function of the group's own, [Options].Dissector.
 	SteeringCustom = Steering(bpf.SteeringCustom)
+	// SteeringTCP gives new connections to the active generation, and moves those that
+	// wait at a listener which closes, in its accept queue or half open, to it. Linux
+	// 5.14 is the first that can (SEC("sk_reuseport/migrate")). Established connections
+	// are sockets of their own, which no steering concerns.
+	SteeringTCP = Steering(bpf.SteeringTCP)
 )
 
 var steeringNames = map[Steering]string{
@@ -35,6 +40,7 @@ var steeringNames = map[Steering]string{
 	SteeringFlow:      "flow",
 	SteeringWireGuard: "wireguard",
 	SteeringCustom:    "custom",
+	SteeringTCP:       "tcp",
 }
 
 func (s Steering) String() string {
@@ -51,5 +57,5 @@ func ParseSteering(name string) (Steering, error) {
 			return s, nil
 		}
 	}
-	return 0, fmt.Errorf("%w: steering %q; this build has quic, stateless, flow, wireguard and custom", ErrOptions, name)
+	return 0, fmt.Errorf("%w: steering %q; this build has quic, stateless, flow, wireguard, custom and tcp", ErrOptions, name)
 }

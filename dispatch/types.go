@@ -51,7 +51,8 @@ type GenerationInfo struct {
 	// gone or lives in another PID namespace.
 	Command string `json:"command,omitempty"`
 	Build   string `json:"build,omitempty"`
-	// Packets counts what the data plane gave to the generation since it joined.
+	// Packets counts what the data plane gave to the generation since it joined; with
+	// "tcp" connections.
 	Packets uint64 `json:"packets"`
 	// LastPacket is when the latest of them came; zero when none did. It is
 	// exact to one tick of the kernel (1 to 10 ms).
@@ -73,7 +74,7 @@ type Snapshot struct {
 	Address string `json:"address"`
 	Device  string `json:"device,omitempty"`
 	Service string `json:"service"`
-	// Steering is the data plane's name, "quic", "stateless", "flow", "wireguard" or "custom".
+	// Steering is the data plane's name, "quic", "stateless", "flow", "wireguard", "custom" or "tcp".
 	Steering string `json:"steering"`
 	// Layout is the version of the maps; Program the build of the kernel
 	// program that is pinned for the group.
@@ -83,7 +84,8 @@ type Snapshot struct {
 	Active         uint32 `json:"active"`
 	MaxGenerations int    `json:"max_generations"`
 	MaxWorkers     int    `json:"max_workers"`
-	FlowEntries    int    `json:"flow_entries"`
+	// FlowEntries is 0 where the steering has no table of flows.
+	FlowEntries int `json:"flow_entries"`
 	// FlowTimeout, in seconds, is of "flow" and "wireguard", FlowLearning, "received" or
 	// "assured", of "flow".
 	FlowTimeout  int    `json:"flow_timeout_s,omitempty"`

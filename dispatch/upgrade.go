@@ -62,7 +62,7 @@ func (g *Group) swapProgram() error {
 	}
 	c, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: replace})
 	if err != nil {
-		return explainLoad(err)
+		return explainLoad(err, Steering(g.table.Steering))
 	}
 	program := c.DetachProgram(name)
 	c.Close()

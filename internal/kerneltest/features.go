@@ -54,8 +54,9 @@ var Features = []Feature{
 	},
 	{
 		Name: "migrate", Since: kernel.Version{Major: 5, Minor: 14},
-		Title: "with `net.ipv4.tcp_migrate_req`, connections in the queue of a TCP listener that closes go to another one of its reuseport group",
-		Older: "they are reset. Instar does not need it: `handover` passes the listener on",
+		Title: "TCP listeners have generations (`dispatch.SteeringTCP`): connections that wait at one that closes move to the active one",
+		Older: "`dispatch.Open` returns `ErrNotSupported`, which points to `handover`: that passes the listener itself on",
+		Tests: []string{"`TestWaitingConnectionsMove`, `TestHalfOpenConnectionsMove` and `TestTCPUpgradesUnderLoad` of `dispatch`"},
 	},
 	{
 		Name: "unprivileged", Since: kernel.Version{Major: 5, Minor: 19},

@@ -12,7 +12,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
@@ -223,56 +222,52 @@ func cookie(t *testing.T) (bool, error) {
 	return !byInode, nil
 }
 
+// migrate makes a connection that waits at a listener which closes.
 func migrate(t *testing.T) (bool, error) {
+	root := testutil.BPFFS(t)
 	testutil.NetNS(t)
-	const sysctl = "/proc/sys/net/ipv4/tcp_migrate_req" // of the namespace
-	err := os.WriteFile(sysctl, []byte("1"), 0o644)
-	exists := !errors.Is(err, os.ErrNotExist)
-	if exists && err != nil {
-		return false, err
+	o := options(t, root)
+	o.Steering = dispatch.SteeringTCP
+	g, err := dispatch.Open(o)
+	if errors.Is(err, dispatch.ErrNotSupported) {
+		if !strings.Contains(err.Error(), "5.14") || !strings.Contains(err.Error(), "handover") {
+			return false, err
+		}
+		return false, nil
 	}
-	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
-		err2 := c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1) })
-		return errors.Join(err, err2)
-	}}
-	old, err := config.Listen(t.Context(), "tcp", "127.0.0.1:4433")
 	if err != nil {
 		return false, err
 	}
-	client, err := net.Dial("tcp", "127.0.0.1:4433") // it is in the queue of the only one
+	defer g.Close()
+	old, err := g.Join(1)
+	if err != nil {
+		return false, err
+	}
+	if err := old.Activate(); err != nil {
+		return false, errors.Join(err, old.Close())
+	}
+	client, err := net.Dial("tcp", o.Address)
 	if err != nil {
 		return false, errors.Join(err, old.Close())
 	}
 	defer client.Close()
-	successor, err := config.Listen(t.Context(), "tcp", "127.0.0.1:4433")
+	successor, err := g.Join(1)
 	if err != nil {
 		return false, errors.Join(err, old.Close())
 	}
 	defer successor.Close()
-	if err := old.Close(); err != nil {
+	if err := errors.Join(successor.Activate(), old.Close()); err != nil {
 		return false, err
 	}
-	// The reset comes before Close returns, or a server that answers.
-	var server sync.WaitGroup
-	server.Go(func() {
-		if c, err := successor.Accept(); err == nil {
-			_, _ = c.Write([]byte("x"))
-			_ = c.Close()
-		}
-	})
-	if err := client.SetReadDeadline(time.Now().Add(patience)); err != nil {
+	l := successor.Listeners()[0]
+	if err := l.SetDeadline(time.Now().Add(patience)); err != nil {
 		return false, err
 	}
-	_, err = client.Read(make([]byte, 1))
-	_ = successor.Close()
-	server.Wait()
-	if errors.Is(err, unix.ECONNRESET) {
-		return false, nil
+	c, err := l.Accept()
+	if err != nil {
+		return false, fmt.Errorf("the connection did not move: %w", err)
 	}
-	if err == nil && !exists {
-		err = fmt.Errorf("it works without %s", sysctl)
-	}
-	return err == nil, err
+	return true, c.Close()
 }
 
 func unprivileged(t *testing.T) (bool, error) {

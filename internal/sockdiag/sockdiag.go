@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sockdiag wraps NETLINK_SOCK_DIAG (sock_diag(7)): which UDP sockets of
-// the current network namespace have a port, and who they belong to.
+// Package sockdiag wraps NETLINK_SOCK_DIAG (sock_diag(7)): which UDP sockets and TCP
+// listeners of the current network namespace have a port, and who they belong to.
 //
 // It needs no capability. It needs Linux 4.2 for INET_DIAG_SKV6ONLY; the
-// kernel's module udp_diag is loaded on demand.
+// kernel's modules udp_diag and tcp_diag are loaded on demand.
 package sockdiag
 
 import (
@@ -22,7 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Socket is a UDP socket as the kernel describes it.
+// Socket is a socket as the kernel describes it.
 type Socket struct {
 	// Family is unix.AF_INET or unix.AF_INET6.
 	Family int
@@ -55,11 +55,14 @@ const (
 	sizeofID      = 48
 
 	attrV6Only = 11 // INET_DIAG_SKV6ONLY
+	tcpListen  = 10 // TCP_LISTEN
 )
 
 // request is struct inet_diag_req_v2.
 type request struct {
-	family uint8
+	family, protocol uint8
+	// states is a mask of 1 << state (net/tcp_states.h).
+	states uint32
 	port   uint16
 }
 
@@ -67,8 +70,8 @@ func (r request) Len() int { return sizeofRequest }
 
 func (r request) Serialize() []byte {
 	b := make([]byte, 0, sizeofRequest)
-	b = append(b, r.family, unix.IPPROTO_UDP, 0 /* extensions */, 0)
-	b = binary.NativeEndian.AppendUint32(b, ^uint32(0)) // all states
+	b = append(b, r.family, r.protocol, 0 /* extensions */, 0)
+	b = binary.NativeEndian.AppendUint32(b, r.states)
 	b = binary.BigEndian.AppendUint16(b, r.port)
 	return b[:sizeofRequest] // any peer, address, device and cookie
 }
@@ -79,25 +82,36 @@ func (r request) Serialize() []byte {
 // The kernel does not give a snapshot: what is bound or closed during the call
 // may or may not be listed.
 func UDP(port uint16) ([]Socket, error) {
+	return dump("UDP sockets", "udp_diag", request{protocol: unix.IPPROTO_UDP, states: ^uint32(0), port: port})
+}
+
+// TCPListeners lists the TCP sockets that listen on the port, as UDP does. An MPTCP
+// listener has one in it, which is listed.
+func TCPListeners(port uint16) ([]Socket, error) {
+	return dump("TCP listeners", "tcp_diag", request{protocol: unix.IPPROTO_TCP, states: 1 << tcpListen, port: port})
+}
+
+func dump(what, module string, r request) ([]Socket, error) {
 	var sockets []Socket
 	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
 		req := nl.NewNetlinkRequest(nl.SOCK_DIAG_BY_FAMILY, unix.NLM_F_DUMP)
-		req.AddData(request{family, port})
+		r.family = family
+		req.AddData(r)
 		messages, err := req.Execute(unix.NETLINK_INET_DIAG, nl.SOCK_DIAG_BY_FAMILY)
 		if errors.Is(err, unix.ENOENT) {
-			return nil, fmt.Errorf("list UDP sockets: %w: load the kernel module udp_diag (%w)", errors.ErrUnsupported, err)
+			return nil, fmt.Errorf("list %s: %w: load the kernel module %s (%w)", what, errors.ErrUnsupported, module, err)
 		}
 		if err != nil && !errors.Is(err, nl.ErrDumpInterrupted) {
-			return nil, fmt.Errorf("list UDP sockets: %w", err)
+			return nil, fmt.Errorf("list %s: %w", what, err)
 		}
 		for _, m := range messages {
 			s, err := parse(m)
 			if err != nil {
-				return nil, fmt.Errorf("list UDP sockets: %w", err)
+				return nil, fmt.Errorf("list %s: %w", what, err)
 			}
 			// The kernel goes through its table in steps. What moves there
 			// meanwhile can come twice.
-			if s.Local.Port() == port && !slices.ContainsFunc(sockets, func(o Socket) bool { return o.Cookie == s.Cookie }) {
+			if s.Local.Port() == r.port && !slices.ContainsFunc(sockets, func(o Socket) bool { return o.Cookie == s.Cookie }) {
 				sockets = append(sockets, s)
 			}
 		}

@@ -159,6 +159,52 @@ func TestUDP(t *testing.T) {
 	}
 }
 
+// TCP listeners, of MPTCP too, without connections and what is bound only.
+func TestTCPListeners(t *testing.T) {
+	testutil.NetNS(t)
+	var want []string
+	for _, address := range []string{"127.0.0.1:4433", "[::1]:4433", "[::]:4433"} {
+		lc := net.ListenConfig{Control: control(reuseport)}
+		lc.SetMultipathTCP(address == "[::]:4433")
+		l, err := lc.Listen(t.Context(), "tcp", address)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		want = append(want, address)
+	}
+	client, err := net.Dial("tcp", "127.0.0.1:4433")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	bound, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Close(bound) }()
+	if err := errors.Join(reuseport(bound), unix.Bind(bound, &unix.SockaddrInet4{Port: port, Addr: [4]byte{127, 0, 0, 2}})); err != nil {
+		t.Fatal(err)
+	}
+	listen(t, "udp4", "127.0.0.3:4433")
+	sockets, err := TCPListeners(port)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, s := range sockets {
+		got = append(got, s.Local.String())
+		if s.Peer.IsValid() || s.Cookie == 0 || s.Device != 0 {
+			t.Errorf("%+v", s)
+		}
+	}
+	slices.Sort(got)
+	slices.Sort(want)
+	if !slices.Equal(got, want) {
+		t.Errorf("%q, want %q", got, want)
+	}
+}
+
 func list(sockets []Socket) string {
 	var b strings.Builder
 	for _, s := range sockets {

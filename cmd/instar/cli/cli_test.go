@@ -166,6 +166,7 @@ func TestGroupScripts(t *testing.T) {
 			"code":    code(instar),
 			"json":    checkJSON,
 			"open":    openGroup,
+			"opentcp": openTCP,
 			"join":    join,
 			"leave":   leave,
 			"packets": sendPackets,
@@ -250,6 +251,17 @@ func openGroup(ts *testscript.TestScript, flows bool, args []string) {
 	}
 	s.ns.Run(func() {
 		g, err := dispatch.Open(o)
+		ts.Check(err)
+		s.groups[args[0]] = g
+		ts.Setenv(args[0], g.Path())
+	})
+}
+
+// openTCP is "opentcp NAME ADDRESS".
+func openTCP(ts *testscript.TestScript, _ bool, args []string) {
+	s := ts.Value(scriptKey{}).(*script)
+	s.ns.Run(func() {
+		g, err := dispatch.Open(dispatch.Options{Network: "tcp", Address: args[1], Service: "test", Root: ts.Getenv("ROOT")})
 		ts.Check(err)
 		s.groups[args[0]] = g
 		ts.Setenv(args[0], g.Path())

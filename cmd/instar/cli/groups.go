@@ -167,7 +167,7 @@ func (a *app) show(name string) (err error) {
 	head.add(colourNone, "service", s.Service)
 	head.add(colourNone, "steering", fmt.Sprintf("%s (program %s, layout %d)", s.Steering, dash(s.Program), s.Layout))
 	head.add(colourNone, "generations", fmt.Sprintf("%d of %d, up to %d workers each", len(s.Generations), s.MaxGenerations, s.MaxWorkers))
-	if s.Steering != dispatch.SteeringStateless.String() {
+	if s.FlowEntries > 0 {
 		head.add(colourNone, "flows", flowsLine(&s, flows))
 	}
 	head.add(colourNone, "path", s.Path)
@@ -184,7 +184,7 @@ func (a *app) show(name string) (err error) {
 
 	a.printf("")
 	if s.Packets == 0 {
-		a.printf("no packet yet")
+		a.printf("no %s yet", unit(&s))
 		return nil
 	}
 	return verdictTable(&s).write(w, colours)
@@ -193,7 +193,8 @@ func (a *app) show(name string) (err error) {
 func (a *app) generationTable(s *dispatch.Snapshot, flows *dispatch.FlowCounts) *table {
 	now := a.env.Now()
 	var t table
-	columns := []string{"GENERATION", "STATE", "PID", "COMMAND", "BUILD", "LIVE", "PACKETS", "LAST PACKET", "JOINED", "DEADLINE"}
+	what := strings.ToUpper(unit(s))
+	columns := []string{"GENERATION", "STATE", "PID", "COMMAND", "BUILD", "LIVE", what + "S", "LAST " + what, "JOINED", "DEADLINE"}
 	if flows != nil {
 		columns = append(columns, "FLOWS")
 	}
@@ -223,9 +224,17 @@ func (a *app) generationTable(s *dispatch.Snapshot, flows *dispatch.FlowCounts) 
 	return &t
 }
 
+// unit is what the data plane of a group counts.
+func unit(s *dispatch.Snapshot) string {
+	if s.Steering == dispatch.SteeringTCP.String() {
+		return "connection"
+	}
+	return "packet"
+}
+
 func verdictTable(s *dispatch.Snapshot) *table {
 	var t table
-	t.add(colourFaint, "VERDICT", "PACKETS", "SHARE")
+	t.add(colourFaint, "VERDICT", strings.ToUpper(unit(s))+"S", "SHARE")
 	names := slices.SortedFunc(maps.Keys(s.Verdicts), func(x, y string) int {
 		return cmp.Or(cmp.Compare(s.Verdicts[y], s.Verdicts[x]), cmp.Compare(x, y))
 	})

@@ -43,8 +43,10 @@ standard error.`,
 			if err != nil {
 				return err
 			}
-			if o.Steering, err = dispatch.ParseSteering(steering); err != nil {
-				return usagef("--steering: %w", err)
+			if steering != "" {
+				if o.Steering, err = dispatch.ParseSteering(steering); err != nil {
+					return usagef("--steering: %w", err)
+				}
 			}
 			o.Address, o.Root = args[0], a.root
 			if classic != "" {
@@ -73,9 +75,9 @@ standard error.`,
 	f := cmd.Flags()
 	f.StringVar(&owner, "owner", "", "give the pins to `USER[:GROUP]`, names or numbers")
 	f.StringVar(&o.Service, "service", "", "the `name` under which the server joins: its Options.Service")
-	f.StringVar(&o.Network, "network", "udp", "the `kind` of sockets: udp, udp4 or udp6")
+	f.StringVar(&o.Network, "network", "", "the `kind` of sockets: udp (the default), udp4, udp6, tcp, tcp4 or tcp6")
 	f.StringVar(&o.Device, "device", "", "the network `device` that the sockets are bound to")
-	f.StringVar(&steering, "steering", "quic", "the `kind` of steering: quic, stateless for DNS and the like, flow, by the sender's address, wireguard, or custom with --cbpf")
+	f.StringVar(&steering, "steering", "", "the `kind` of steering: quic (the default of UDP), stateless for DNS and the like, flow, by the sender's address, wireguard, custom with --cbpf, or tcp (the default of TCP)")
 	f.IntVar(&o.MaxGenerations, "max-generations", dispatch.DefaultMaxGenerations, "room for `n` generations at the same time, 2 to 256")
 	f.IntVar(&o.Workers, "workers", dispatch.DefaultWorkers, "room for `n` sockets of each generation, 1 to 256")
 	f.IntVar(&o.FlowEntries, "flow-entries", dispatch.DefaultFlowEntries, "room for `n` remembered flows, 64 to 16777216")

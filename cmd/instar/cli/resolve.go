@@ -128,7 +128,8 @@ func addressMatch(name string) func(dispatch.Entry) bool {
 		if e.Snapshot == nil || !anyDevice && e.Snapshot.Device != device {
 			return false
 		}
-		if network != "" && e.Snapshot.Network != network && network != "udp" {
+		// "udp" and "tcp" are those of all families.
+		if e.Snapshot.Network != network && (len(network) > len("udp") || !strings.HasPrefix(e.Snapshot.Network, network)) {
 			return false
 		}
 		have, _, ok := parseAddress(e.Snapshot.Address)
