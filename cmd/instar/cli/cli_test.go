@@ -101,10 +101,11 @@ func (s *script) close() error {
 
 // TestScripts runs testdata/script: those that need no group.
 func TestScripts(t *testing.T) {
-	bin := commands(t)
+	bin, races := commands(t), testutil.WithoutQuicGoRaces(t)
 	testscript.Run(t, testscript.Params{
 		Dir: "testdata/script",
 		Setup: func(env *testscript.Env) error {
+			env.Setenv("GORACE", races)
 			env.Setenv("PATH", bin+":"+env.Getenv("PATH"))
 			env.Setenv("TMPDIR", os.TempDir())
 			return nil
