@@ -105,7 +105,7 @@ func TestScripts(t *testing.T) {
 	testscript.Run(t, testscript.Params{
 		Dir: "testdata/script",
 		Setup: func(env *testscript.Env) error {
-			env.Setenv("GORACE", races)
+			env.Setenv("WITHOUT_QUIC_GO_RACES", races)
 			env.Setenv("PATH", bin+":"+env.Getenv("PATH"))
 			env.Setenv("TMPDIR", os.TempDir())
 			return nil
