@@ -172,6 +172,7 @@ func TestGroupScripts(t *testing.T) {
 			"leave":   leave,
 			"packets": sendPackets,
 			"otherns": otherNamespace,
+			"traced":  traced(instar),
 		},
 	})
 }
@@ -314,6 +315,41 @@ func sendPackets(ts *testscript.TestScript, _ bool, args []string) {
 		}
 		if time.Now().After(deadline) {
 			ts.Fatalf("%d packets after %d more than %d", after.Packets, n, before.Packets)
+		}
+	}
+}
+
+// traced is "traced GROUP N COMMAND...": it runs the command while packets come, N at a
+// time, until it has ended.
+func traced(run func(*testscript.TestScript, []string) int) func(*testscript.TestScript, bool, []string) {
+	return func(ts *testscript.TestScript, neg bool, args []string) {
+		s := ts.Value(scriptKey{}).(*script)
+		snapshot, err := s.groups[args[0]].Snapshot()
+		ts.Check(err)
+		n, err := strconv.Atoi(args[1])
+		ts.Check(err)
+		over, sender := make(chan struct{}), make(chan error)
+		go s.ns.Run(func() {
+			for {
+				c, err := net.Dial("udp", snapshot.Address)
+				for i := 0; err == nil && i < n; i++ {
+					_, err = c.Write([]byte("hello"))
+				}
+				if err == nil {
+					err = c.Close()
+				}
+				select {
+				case <-over:
+					sender <- err
+					return
+				case <-time.After(20 * time.Millisecond):
+				}
+			}
+		})
+		code := run(ts, args[2:])
+		close(over)
+		if err := <-sender; err != nil || (code != 0) != neg {
+			ts.Fatalf("exit code %d (%v)", code, err)
 		}
 	}
 }
