@@ -33,11 +33,11 @@ static __noinline int trace_packet(struct sk_reuseport_md *ctx, __u32 slot, __u3
 	if (ctx->eth_protocol == bpf_htons(ETH_P_IP)) {
 		e->peer.address[10] = 0xff;
 		e->peer.address[11] = 0xff;
-		bpf_skb_load_bytes_relative(ctx, offsetof(struct iphdr, saddr), &e->peer.address[12], 4,
-					    BPF_HDR_START_NET);
+		bpf_skb_load_bytes_relative(ctx, offsetof(struct iphdr, saddr),
+					    &e->peer.address[12], 4, BPF_HDR_START_NET);
 	} else {
-		bpf_skb_load_bytes_relative(ctx, offsetof(struct ipv6hdr, saddr), e->peer.address, 16,
-					    BPF_HDR_START_NET);
+		bpf_skb_load_bytes_relative(ctx, offsetof(struct ipv6hdr, saddr), e->peer.address,
+					    16, BPF_HDR_START_NET);
 	}
 	/* The source port is the first of a UDP or TCP header. A connection that moves has
 	 * no packet. */
