@@ -75,7 +75,6 @@ while flows of the others stay where they are until they end.
 	root.Version = newBuildJSON().text()
 	root.SetVersionTemplate("{{.Version}}\n")
 	root.Flags().Bool("version", false, "print the version of this command") // without cobra's -v
-	root.CompletionOptions.HiddenDefaultCmd = true
 	root.PersistentFlags().StringVar(&a.root, "root", a.env.Root,
 		"`folder` on a bpffs below which groups are pinned")
 
@@ -96,6 +95,7 @@ while flows of the others stay where they are until they end.
 		a.forgetCommand(), a.programCommand())
 	root.AddCommand(a.hiddenCommands()...)
 	root.AddCommand(
+		a.manCommand(),
 		&cobra.Command{
 			Use:   "exit-codes",
 			Short: "What the exit code of a command means",
@@ -108,6 +108,7 @@ while flows of the others stay where they are until they end.
 		},
 	)
 	strictHelp(root)
+	a.complete(root)
 	return root
 }
 

@@ -126,6 +126,7 @@ func TestScripts(t *testing.T) {
 			"json":       checkJSON,
 			"retry":      retry,
 			"stopserver": stopServer,
+			"schema":     validate,
 		},
 	})
 }
@@ -137,9 +138,13 @@ func TestGroupScripts(t *testing.T) {
 	testutil.NeedRoot(t)
 	instar := func(ts *testscript.TestScript, args []string) int {
 		var code int
+		var stdout bytes.Buffer
 		ts.Value(scriptKey{}).(*script).ns.Run(func() {
-			code = Main(Env{Args: args[1:], Stdout: ts.Stdout(), Stderr: ts.Stderr(), Root: ts.Getenv("ROOT")})
+			code = Main(Env{Args: args[1:], Stdout: &stdout, Stderr: ts.Stderr(), Root: ts.Getenv("ROOT")})
 		})
+		ts.Check(checkSchema(args, stdout.String()))
+		_, err := stdout.WriteTo(ts.Stdout())
+		ts.Check(err)
 		return code
 	}
 	testscript.Run(t, testscript.Params{
