@@ -36,8 +36,8 @@ type rule struct {
 
 // The arrows of ARCHITECTURE.md:
 //
-//	bpf <- dispatch <- {quicdemo, wgdemo, cmd}; handover beside dispatch;
-//	handover <- {tcpdemo, cmd}
+//	bpf <- dispatch <- {quicdemo, wgdemo, metrics, cmd}; handover beside dispatch;
+//	handover <- {tcpdemo, metrics, cmd}
 var rules = []rule{
 	{folder: "bpf", ours: nil, others: []string{"github.com/cilium/ebpf"}},
 	{folder: "dispatch/connid", ours: nil, others: []string{"github.com/dchest/siphash"}},
@@ -52,6 +52,7 @@ var rules = []rule{
 	{folder: "examples/...", ours: []string{"dispatch/...", "handover/..."}},
 	{folder: "internal/bench/...", ours: []string{"internal/...", "bpf", "dispatch/..."}},
 	{folder: "internal/...", ours: []string{"internal/..."}},
+	{folder: "metrics", ours: []string{"dispatch", "handover", "internal/..."}},
 	{folder: "cmd/...", ours: []string{"..."}},
 }
 
@@ -60,7 +61,8 @@ var rules = []rule{
 var exclusive = map[string][]string{
 	"github.com/quic-go/quic-go":          {"dispatch/quicgo/...", "quicdemo/..."},
 	"golang.zx2c4.com/wireguard":          {"dispatch/wgbind/...", "wgdemo/..."},
-	"github.com/prometheus/client_golang": {"cmd/instar/..."},
+	"github.com/prometheus/client_golang": {"metrics"},
+	"github.com/prometheus/common":        {"metrics"},
 }
 
 // testOnly is for tests alone, wherever they are.
@@ -352,7 +354,14 @@ func TestCheck(t *testing.T) {
 		{"dispatch/wgbind", "m/handover", "dispatch/wgbind/... may import"},
 		{"cmd/instar/cli", "m/dispatch", ""},
 		{"cmd/instar/cli", "m/internal/testutil", "is for tests"},
-		{"cmd/instar/cli", "github.com/prometheus/client_golang/prometheus", ""},
+		{"metrics", "github.com/prometheus/client_golang/prometheus", ""},
+		{"metrics", "m/dispatch", ""},
+		{"metrics", "m/handover", ""},
+		{"metrics", "m/cmd/instar/cli", "metrics may import"},
+		{"metrics", "github.com/quic-go/quic-go", "only these may"},
+		{"cmd/instar/cli", "m/metrics", ""},
+		{"cmd/instar/cli", "github.com/prometheus/client_golang/prometheus", "only these may: metrics"},
+		{"dispatch", "m/metrics", "dispatch may import"},
 		{"cmd/quicdemo", "m/quicdemo", ""},
 		{"cmd/quicdemo", "github.com/quic-go/quic-go", "only these may"},
 		{"internal/bpffs", "m/internal/kernel", ""},

@@ -125,6 +125,9 @@ func TestScripts(t *testing.T) {
 			"json":       checkJSON,
 			"retry":      retry,
 			"stopserver": stopServer,
+			"get":        get,
+			"listen":     listen,
+			"sigterm":    sigterm,
 		},
 	})
 }
