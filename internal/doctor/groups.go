@@ -191,7 +191,7 @@ func (x *exam) describe(s dispatch.Socket) string {
 	}
 	names := make([]string, len(holders))
 	for i, h := range holders {
-		names[i] = h.Process.String()
+		names[i] = h.String()
 	}
 	return fmt.Sprintf("%s (%s)", text, strings.Join(names, ", "))
 }
@@ -304,8 +304,8 @@ func (x *exam) withOption(sockets []dispatch.Socket, level, name int) (holders [
 				continue
 			}
 			seen = true
-			if n != 0 && !slices.Contains(holders, d.Process.String()) {
-				holders = append(holders, d.Process.String())
+			if n != 0 && !slices.Contains(holders, d.String()) {
+				holders = append(holders, d.String())
 			}
 			break
 		}
@@ -378,7 +378,7 @@ func checkOffload(x *exam) []Finding {
 }
 
 // answerTimeout is how long a server has to answer at its control socket.
-const answerTimeout = 5 * time.Second
+var answerTimeout = 5 * time.Second
 
 func checkHandovers(x *exam) []Finding {
 	if len(x.o.Sockets) == 0 {
