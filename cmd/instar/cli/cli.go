@@ -91,7 +91,7 @@ while flows of the others stay where they are until they end.
 		}
 	}
 	add("try", a.demoCommand())
-	add("read", a.groupsCommand(), a.showCommand(), a.flowsCommand(), a.statusCommand(), a.metricsCommand(), a.doctorCommand(), a.versionCommand())
+	add("read", a.groupsCommand(), a.showCommand(), a.flowsCommand(), a.statusCommand(), a.metricsCommand(), a.doctorCommand(), a.watchCommand(), a.versionCommand())
 	add("change", a.upgradeCommand(), a.prepareCommand(), a.activateCommand(), a.rollbackCommand(), a.drainCommand(),
 		a.forgetCommand(), a.programCommand())
 	root.AddCommand(a.hiddenCommands()...)
