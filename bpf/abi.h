@@ -212,4 +212,29 @@ struct instar_counters {
 	struct instar_traffic slots[INSTAR_SLOTS];
 };
 
+enum instar_trace {
+	/* Octets of a packet, from its UDP or TCP header on, that an event has. */
+	INSTAR_TRACE_OCTETS = 72,
+};
+
+/* What became of a packet. */
+struct instar_event {
+	/* CLOCK_MONOTONIC nanoseconds. */
+	__u64 time;
+	struct instar_peer peer;
+	/* Of the packet, from its UDP or TCP header on, and of what is in octets. */
+	__u32 length;
+	/* slot << 8 | worker, of no meaning with INSTAR_VERDICT_DROP. */
+	__u16 handle;
+	__u8 captured;
+	__u8 verdict;
+	__u8 octets[INSTAR_TRACE_OCTETS];
+};
+
+/* What a CPU knows of the packet at hand, and how many events found no room. */
+struct instar_traced {
+	struct instar_event event;
+	__u64 lost;
+};
+
 #endif

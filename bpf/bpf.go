@@ -32,6 +32,10 @@ type (
 	Tracked = flowInstarTracked
 	// Counters are one CPU's counters.
 	Counters = quicInstarCounters
+	// Event is what became of a packet.
+	Event = quicInstarEvent
+	// Traced is what a CPU knows of a trace.
+	Traced = quicInstarTraced
 	// Verdict is the outcome of a packet.
 	Verdict = quicInstarVerdict
 )
@@ -93,8 +97,11 @@ const (
 	MapSockets  = quicMapSockets
 	MapFlows    = quicMapFlows
 	MapVerdicts = quicMapVerdicts
-	MapControl  = ".data.control"
-	MapSecrets  = ".data.secrets"
+	// MapEvents and MapTraced are of a trace.
+	MapEvents  = quicMapEvents
+	MapTraced  = quicMapTraced
+	MapControl = ".data.control"
+	MapSecrets = ".data.secrets"
 )
 
 // Config sizes the maps and programs of one group.
@@ -114,6 +121,10 @@ type Config struct {
 	FlowLearning uint8
 	// Dissector is the function of SteeringCustom.
 	Dissector *Dissector
+	// Trace is the size in octets of a ring buffer of events, a power of two and a multiple
+	// of the page size; the program tells it of each packet, which takes up to a
+	// microsecond (Linux 5.8). 0: there is none, and nothing of it is in the program.
+	Trace uint32
 }
 
 // ErrConfig means that a group cannot have these sizes.
@@ -122,67 +133,69 @@ var ErrConfig = errors.New("invalid size")
 // ErrSteering means that this build has no data plane of that number.
 var ErrSteering = errors.New("unknown steering")
 
+// plane is the data plane of a steering.
+type plane struct {
+	load    func() (*ebpf.CollectionSpec, error)
+	program string
+	object  []byte
+}
+
+func planeOf(steering uint32) (plane, error) {
+	switch steering {
+	case SteeringQUIC:
+		return plane{loadQuic, quicProgQuic, _QuicBytes}, nil
+	case SteeringStateless:
+		return plane{loadStateless, statelessProgStateless, _StatelessBytes}, nil
+	case SteeringFlow:
+		return plane{loadFlow, flowProgFlow, _FlowBytes}, nil
+	case SteeringWireGuard:
+		return plane{loadWireguard, wireguardProgWireguard, _WireguardBytes}, nil
+	case SteeringCustom:
+		return plane{loadCustom, customProgCustom, _CustomBytes}, nil
+	case SteeringTCP:
+		return plane{loadTcp, tcpProgTcp, _TcpBytes}, nil
+	default:
+		return plane{}, fmt.Errorf("%w %d", ErrSteering, steering)
+	}
+}
+
 // Spec returns the data plane of one group, sized and with its constants set,
 // and the name of its program. Minimum kernel: 5.7 (global functions, mapped
 // arrays, bounded loops, the jiffies helper), and 5.14 for SteeringTCP (migration of
 // waiting connections); loading needs CAP_BPF and CAP_NET_ADMIN.
 func Spec(c Config) (*ebpf.CollectionSpec, string, error) {
-	var load func() (*ebpf.CollectionSpec, error)
-	var program string
-	switch c.Steering {
-	case SteeringQUIC:
-		load, program = loadQuic, quicProgQuic
-	case SteeringStateless:
-		load, program = loadStateless, statelessProgStateless
-	case SteeringFlow:
-		load, program = loadFlow, flowProgFlow
-	case SteeringWireGuard:
-		load, program = loadWireguard, wireguardProgWireguard
-	case SteeringCustom:
-		load, program = loadCustom, customProgCustom
-	case SteeringTCP:
-		load, program = loadTcp, tcpProgTcp
-	default:
-		return nil, "", fmt.Errorf("%w %d", ErrSteering, c.Steering)
+	plane, err := planeOf(c.Steering)
+	if err != nil {
+		return nil, "", err
 	}
-	spec, err := load()
+	spec, err := plane.load()
 	if err != nil {
 		return nil, "", fmt.Errorf("read data plane: %w", err)
 	}
 	if err := configure(spec, c); err != nil {
 		return nil, "", err
 	}
+	if err := trace(spec, c.Trace); err != nil {
+		return nil, "", err
+	}
 	if c.Steering == SteeringCustom {
-		if err := link(spec, program, c.Dissector); err != nil {
+		if err := link(spec, plane.program, c.Dissector); err != nil {
 			return nil, "", err
 		}
 	}
-	return spec, program, nil
+	return spec, plane.program, nil
 }
 
 // Build names the program that this build carries for a steering: the start of
 // the SHA-256 of its object and its dissector, if it has one; "" for a steering that it
 // does not know.
 func Build(steering uint32, d *Dissector) string {
-	var object []byte
-	switch steering {
-	case SteeringQUIC:
-		object = _QuicBytes
-	case SteeringStateless:
-		object = _StatelessBytes
-	case SteeringFlow:
-		object = _FlowBytes
-	case SteeringWireGuard:
-		object = _WireguardBytes
-	case SteeringCustom:
-		object = _CustomBytes
-	case SteeringTCP:
-		object = _TcpBytes
-	default:
+	plane, err := planeOf(steering)
+	if err != nil {
 		return ""
 	}
 	h := sha256.New()
-	h.Write(object)
+	h.Write(plane.object)
 	if d != nil {
 		h.Write(d.Source)
 	}

@@ -33,7 +33,9 @@ type classifyInstarExtent struct {
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
+	classifyMapEvents     = "events"
 	classifyMapSockets    = "sockets"
+	classifyMapTraced     = "traced"
 	classifyMapVerdicts   = "verdicts"
 	classifyProgClassify  = "classify"
 	classifyProgEmpty     = "empty"
@@ -45,6 +47,7 @@ const (
 	classifyVarPrefix     = "prefix"
 	classifyVarResult     = "result"
 	classifyVarSecrets    = "secrets"
+	classifyVarTracing    = "tracing"
 )
 
 // loadClassify returns the embedded CollectionSpec for classify.
@@ -98,7 +101,9 @@ type classifyProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type classifyMapSpecs struct {
+	Events   *ebpf.MapSpec `ebpf:"events"`
 	Sockets  *ebpf.MapSpec `ebpf:"sockets"`
+	Traced   *ebpf.MapSpec `ebpf:"traced"`
 	Verdicts *ebpf.MapSpec `ebpf:"verdicts"`
 }
 
@@ -113,6 +118,7 @@ type classifyVariableSpecs struct {
 	Prefix     *ebpf.VariableSpec `ebpf:"prefix"`
 	Result     *ebpf.VariableSpec `ebpf:"result"`
 	Secrets    *ebpf.VariableSpec `ebpf:"secrets"`
+	Tracing    *ebpf.VariableSpec `ebpf:"tracing"`
 }
 
 // classifyObjects contains all objects after they have been loaded into the kernel.
@@ -135,13 +141,17 @@ func (o *classifyObjects) Close() error {
 //
 // It can be passed to loadClassifyObjects or ebpf.CollectionSpec.LoadAndAssign.
 type classifyMaps struct {
+	Events   *ebpf.Map `ebpf:"events"`
 	Sockets  *ebpf.Map `ebpf:"sockets"`
+	Traced   *ebpf.Map `ebpf:"traced"`
 	Verdicts *ebpf.Map `ebpf:"verdicts"`
 }
 
 func (m *classifyMaps) Close() error {
 	return _ClassifyClose(
+		m.Events,
 		m.Sockets,
+		m.Traced,
 		m.Verdicts,
 	)
 }
@@ -157,6 +167,7 @@ type classifyVariables struct {
 	Prefix     *ebpf.Variable `ebpf:"prefix"`
 	Result     *ebpf.Variable `ebpf:"result"`
 	Secrets    *ebpf.Variable `ebpf:"secrets"`
+	Tracing    *ebpf.Variable `ebpf:"tracing"`
 }
 
 // classifyPrograms contains all programs after they have been loaded into the kernel.

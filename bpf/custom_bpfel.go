@@ -23,8 +23,10 @@ const (
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
+	customMapEvents     = "events"
 	customMapFlows      = "flows"
 	customMapSockets    = "sockets"
+	customMapTraced     = "traced"
 	customMapVerdicts   = "verdicts"
 	customProgCustom    = "custom"
 	customVarControl    = "control"
@@ -32,6 +34,7 @@ const (
 	customVarMaxWorkers = "max_workers"
 	customVarPrefix     = "prefix"
 	customVarSecrets    = "secrets"
+	customVarTracing    = "tracing"
 )
 
 // loadCustom returns the embedded CollectionSpec for custom.
@@ -83,8 +86,10 @@ type customProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type customMapSpecs struct {
+	Events   *ebpf.MapSpec `ebpf:"events"`
 	Flows    *ebpf.MapSpec `ebpf:"flows"`
 	Sockets  *ebpf.MapSpec `ebpf:"sockets"`
+	Traced   *ebpf.MapSpec `ebpf:"traced"`
 	Verdicts *ebpf.MapSpec `ebpf:"verdicts"`
 }
 
@@ -97,6 +102,7 @@ type customVariableSpecs struct {
 	MaxWorkers *ebpf.VariableSpec `ebpf:"max_workers"`
 	Prefix     *ebpf.VariableSpec `ebpf:"prefix"`
 	Secrets    *ebpf.VariableSpec `ebpf:"secrets"`
+	Tracing    *ebpf.VariableSpec `ebpf:"tracing"`
 }
 
 // customObjects contains all objects after they have been loaded into the kernel.
@@ -119,15 +125,19 @@ func (o *customObjects) Close() error {
 //
 // It can be passed to loadCustomObjects or ebpf.CollectionSpec.LoadAndAssign.
 type customMaps struct {
+	Events   *ebpf.Map `ebpf:"events"`
 	Flows    *ebpf.Map `ebpf:"flows"`
 	Sockets  *ebpf.Map `ebpf:"sockets"`
+	Traced   *ebpf.Map `ebpf:"traced"`
 	Verdicts *ebpf.Map `ebpf:"verdicts"`
 }
 
 func (m *customMaps) Close() error {
 	return _CustomClose(
+		m.Events,
 		m.Flows,
 		m.Sockets,
+		m.Traced,
 		m.Verdicts,
 	)
 }
@@ -141,6 +151,7 @@ type customVariables struct {
 	MaxWorkers *ebpf.Variable `ebpf:"max_workers"`
 	Prefix     *ebpf.Variable `ebpf:"prefix"`
 	Secrets    *ebpf.Variable `ebpf:"secrets"`
+	Tracing    *ebpf.Variable `ebpf:"tracing"`
 }
 
 // customPrograms contains all programs after they have been loaded into the kernel.

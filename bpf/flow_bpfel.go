@@ -37,8 +37,10 @@ type flowInstarTracked struct {
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
+	flowMapEvents        = "events"
 	flowMapFlows         = "flows"
 	flowMapSockets       = "sockets"
+	flowMapTraced        = "traced"
 	flowMapVerdicts      = "verdicts"
 	flowProgFlow         = "flow"
 	flowVarControl       = "control"
@@ -48,6 +50,7 @@ const (
 	flowVarMaxWorkers    = "max_workers"
 	flowVarPrefix        = "prefix"
 	flowVarSecrets       = "secrets"
+	flowVarTracing       = "tracing"
 )
 
 // loadFlow returns the embedded CollectionSpec for flow.
@@ -99,8 +102,10 @@ type flowProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type flowMapSpecs struct {
+	Events   *ebpf.MapSpec `ebpf:"events"`
 	Flows    *ebpf.MapSpec `ebpf:"flows"`
 	Sockets  *ebpf.MapSpec `ebpf:"sockets"`
+	Traced   *ebpf.MapSpec `ebpf:"traced"`
 	Verdicts *ebpf.MapSpec `ebpf:"verdicts"`
 }
 
@@ -115,6 +120,7 @@ type flowVariableSpecs struct {
 	MaxWorkers    *ebpf.VariableSpec `ebpf:"max_workers"`
 	Prefix        *ebpf.VariableSpec `ebpf:"prefix"`
 	Secrets       *ebpf.VariableSpec `ebpf:"secrets"`
+	Tracing       *ebpf.VariableSpec `ebpf:"tracing"`
 }
 
 // flowObjects contains all objects after they have been loaded into the kernel.
@@ -137,15 +143,19 @@ func (o *flowObjects) Close() error {
 //
 // It can be passed to loadFlowObjects or ebpf.CollectionSpec.LoadAndAssign.
 type flowMaps struct {
+	Events   *ebpf.Map `ebpf:"events"`
 	Flows    *ebpf.Map `ebpf:"flows"`
 	Sockets  *ebpf.Map `ebpf:"sockets"`
+	Traced   *ebpf.Map `ebpf:"traced"`
 	Verdicts *ebpf.Map `ebpf:"verdicts"`
 }
 
 func (m *flowMaps) Close() error {
 	return _FlowClose(
+		m.Events,
 		m.Flows,
 		m.Sockets,
+		m.Traced,
 		m.Verdicts,
 	)
 }
@@ -161,6 +171,7 @@ type flowVariables struct {
 	MaxWorkers    *ebpf.Variable `ebpf:"max_workers"`
 	Prefix        *ebpf.Variable `ebpf:"prefix"`
 	Secrets       *ebpf.Variable `ebpf:"secrets"`
+	Tracing       *ebpf.Variable `ebpf:"tracing"`
 }
 
 // flowPrograms contains all programs after they have been loaded into the kernel.

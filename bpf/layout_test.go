@@ -28,6 +28,7 @@ var dataPlanes = map[string]struct {
 	"flow":      {loadFlow, SteeringFlow, flowProgFlow},
 	"wireguard": {loadWireguard, SteeringWireGuard, wireguardProgWireguard},
 	"custom":    {loadCustom, SteeringCustom, customProgCustom},
+	"tcp":       {loadTcp, SteeringTCP, tcpProgTcp},
 }
 
 // flowTables are keys and values of the flow maps.
@@ -237,7 +238,7 @@ func TestSpec(t *testing.T) {
 			t.Errorf("%s: program type %v", name, typ)
 		}
 		want := []string{MapControl, MapSecrets, ".rodata", MapFlows, MapSockets, MapVerdicts}
-		if o.steering == SteeringStateless {
+		if flowTables[o.steering] == nil {
 			want = slices.Delete(want, 3, 4)
 		}
 		if got := slices.Sorted(maps.Keys(spec.Maps)); !slices.Equal(got, want) {
@@ -255,7 +256,7 @@ func TestSpec(t *testing.T) {
 			}
 		}
 		for m, want := range map[string]uint32{MapSockets: 6 * 40, MapFlows: 12345, MapVerdicts: 1, MapControl: 1, MapSecrets: 1} {
-			if m == MapFlows && o.steering == SteeringStateless {
+			if m == MapFlows && flowTables[o.steering] == nil {
 				continue
 			}
 			if got := spec.Maps[m].MaxEntries; got != want {
@@ -266,7 +267,7 @@ func TestSpec(t *testing.T) {
 			MapSockets: ebpf.ReusePortSockArray, MapFlows: ebpf.LRUHash, MapVerdicts: ebpf.PerCPUArray,
 			MapControl: ebpf.Array, MapSecrets: ebpf.Array,
 		} {
-			if m == MapFlows && o.steering == SteeringStateless {
+			if m == MapFlows && flowTables[o.steering] == nil {
 				continue
 			}
 			if got := spec.Maps[m].Type; got != want {
@@ -280,7 +281,7 @@ func TestSpec(t *testing.T) {
 }
 
 func TestSpecErrors(t *testing.T) {
-	for _, steering := range []uint32{0, 6, 1 << 31} {
+	for _, steering := range []uint32{0, SteeringTCP + 1, 1 << 31} {
 		spec, program, err := Spec(Config{Steering: steering, MaxGenerations: 1, MaxWorkers: 1, FlowEntries: 1, Prefix: 8})
 		if !errors.Is(err, ErrSteering) || spec != nil || program != "" {
 			t.Errorf("steering %d: %v, %q, %v; want ErrSteering", steering, spec, program, err)

@@ -13,6 +13,10 @@
 const volatile __u32 max_workers = 64;
 const volatile __u32 prefix = INSTAR_PREFIX_MIN;
 
+/* Whether each packet is told of in events. What it makes a program do is not there
+ * otherwise: the verifier takes it out. */
+const volatile __u32 tracing;
+
 /* Keeps the enums in the object's type information, from where Go takes them. */
 struct instar_enums {
 	enum instar_abi abi;
@@ -47,5 +51,19 @@ struct {
 	__type(value, struct instar_counters);
 	__uint(max_entries, 1);
 } verdicts SEC(".maps");
+
+/* Both are of a trace, and made with it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 4096);
+} events SEC(".maps");
+
+/* Key 0. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__type(key, __u32);
+	__type(value, struct instar_traced);
+	__uint(max_entries, 1);
+} traced SEC(".maps");
 
 #endif

@@ -61,6 +61,23 @@ type quicInstarCounters struct {
 	}
 }
 
+type quicInstarEvent struct {
+	_    structs.HostLayout
+	Time uint64
+	Peer struct {
+		_       structs.HostLayout
+		Address [16]uint8
+		Port    uint16
+		Pad     uint16
+	}
+	Length   uint32
+	Handle   uint16
+	Captured uint8
+	Verdict  uint8
+	Octets   [72]uint8
+	_        [4]byte
+}
+
 type quicInstarFlow struct {
 	_          structs.HostLayout
 	Generation uint32
@@ -128,6 +145,12 @@ const (
 	quicInstarSteeringINSTAR_STEERING_TCP       quicInstarSteering = 6
 )
 
+type quicInstarTraced struct {
+	_     structs.HostLayout
+	Event quicInstarEvent
+	Lost  uint64
+}
+
 type quicInstarVerdict uint32
 
 const (
@@ -146,8 +169,10 @@ const (
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
+	quicMapEvents     = "events"
 	quicMapFlows      = "flows"
 	quicMapSockets    = "sockets"
+	quicMapTraced     = "traced"
 	quicMapVerdicts   = "verdicts"
 	quicProgQuic      = "quic"
 	quicVarControl    = "control"
@@ -155,6 +180,7 @@ const (
 	quicVarMaxWorkers = "max_workers"
 	quicVarPrefix     = "prefix"
 	quicVarSecrets    = "secrets"
+	quicVarTracing    = "tracing"
 )
 
 // loadQuic returns the embedded CollectionSpec for quic.
@@ -206,8 +232,10 @@ type quicProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type quicMapSpecs struct {
+	Events   *ebpf.MapSpec `ebpf:"events"`
 	Flows    *ebpf.MapSpec `ebpf:"flows"`
 	Sockets  *ebpf.MapSpec `ebpf:"sockets"`
+	Traced   *ebpf.MapSpec `ebpf:"traced"`
 	Verdicts *ebpf.MapSpec `ebpf:"verdicts"`
 }
 
@@ -220,6 +248,7 @@ type quicVariableSpecs struct {
 	MaxWorkers *ebpf.VariableSpec `ebpf:"max_workers"`
 	Prefix     *ebpf.VariableSpec `ebpf:"prefix"`
 	Secrets    *ebpf.VariableSpec `ebpf:"secrets"`
+	Tracing    *ebpf.VariableSpec `ebpf:"tracing"`
 }
 
 // quicObjects contains all objects after they have been loaded into the kernel.
@@ -242,15 +271,19 @@ func (o *quicObjects) Close() error {
 //
 // It can be passed to loadQuicObjects or ebpf.CollectionSpec.LoadAndAssign.
 type quicMaps struct {
+	Events   *ebpf.Map `ebpf:"events"`
 	Flows    *ebpf.Map `ebpf:"flows"`
 	Sockets  *ebpf.Map `ebpf:"sockets"`
+	Traced   *ebpf.Map `ebpf:"traced"`
 	Verdicts *ebpf.Map `ebpf:"verdicts"`
 }
 
 func (m *quicMaps) Close() error {
 	return _QuicClose(
+		m.Events,
 		m.Flows,
 		m.Sockets,
+		m.Traced,
 		m.Verdicts,
 	)
 }
@@ -264,6 +297,7 @@ type quicVariables struct {
 	MaxWorkers *ebpf.Variable `ebpf:"max_workers"`
 	Prefix     *ebpf.Variable `ebpf:"prefix"`
 	Secrets    *ebpf.Variable `ebpf:"secrets"`
+	Tracing    *ebpf.Variable `ebpf:"tracing"`
 }
 
 // quicPrograms contains all programs after they have been loaded into the kernel.

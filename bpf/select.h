@@ -9,6 +9,7 @@
 
 #include "abi.h"
 #include "maps.h"
+#include "trace.h"
 
 /* A choice: slot << 8 | worker, and whether it was the last resort. */
 enum {
@@ -23,6 +24,8 @@ static __always_inline bool select_socket(struct sk_reuseport_md *ctx, __u32 slo
 {
 	__u32 index = slot * max_workers + worker;
 
+	if (tracing)
+		trace_packet(ctx, slot, worker);
 	return bpf_sk_select_reuseport(ctx, &sockets, &index, 0) == 0;
 }
 
@@ -127,6 +130,8 @@ static __always_inline int passed(struct instar_counters *c, int verdict, __u32 
 {
 	struct instar_traffic *t = &c->slots[slot & (INSTAR_SLOTS - 1)];
 
+	if (tracing)
+		trace_verdict(verdict);
 	c->verdicts[verdict]++;
 	t->packets++;
 	t->last = coarse_now(c);
@@ -137,6 +142,8 @@ static __always_inline int passed(struct instar_counters *c, int verdict, __u32 
 static __always_inline int finish(struct instar_counters *c, int verdict, int chosen)
 {
 	if (chosen < 0) {
+		if (tracing)
+			trace_verdict(INSTAR_VERDICT_DROP);
 		c->verdicts[INSTAR_VERDICT_DROP]++;
 		return SK_DROP;
 	}

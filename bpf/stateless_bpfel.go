@@ -16,7 +16,9 @@ import (
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
+	statelessMapEvents     = "events"
 	statelessMapSockets    = "sockets"
+	statelessMapTraced     = "traced"
 	statelessMapVerdicts   = "verdicts"
 	statelessProgStateless = "stateless"
 	statelessVarControl    = "control"
@@ -24,6 +26,7 @@ const (
 	statelessVarMaxWorkers = "max_workers"
 	statelessVarPrefix     = "prefix"
 	statelessVarSecrets    = "secrets"
+	statelessVarTracing    = "tracing"
 )
 
 // loadStateless returns the embedded CollectionSpec for stateless.
@@ -75,7 +78,9 @@ type statelessProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type statelessMapSpecs struct {
+	Events   *ebpf.MapSpec `ebpf:"events"`
 	Sockets  *ebpf.MapSpec `ebpf:"sockets"`
+	Traced   *ebpf.MapSpec `ebpf:"traced"`
 	Verdicts *ebpf.MapSpec `ebpf:"verdicts"`
 }
 
@@ -88,6 +93,7 @@ type statelessVariableSpecs struct {
 	MaxWorkers *ebpf.VariableSpec `ebpf:"max_workers"`
 	Prefix     *ebpf.VariableSpec `ebpf:"prefix"`
 	Secrets    *ebpf.VariableSpec `ebpf:"secrets"`
+	Tracing    *ebpf.VariableSpec `ebpf:"tracing"`
 }
 
 // statelessObjects contains all objects after they have been loaded into the kernel.
@@ -110,13 +116,17 @@ func (o *statelessObjects) Close() error {
 //
 // It can be passed to loadStatelessObjects or ebpf.CollectionSpec.LoadAndAssign.
 type statelessMaps struct {
+	Events   *ebpf.Map `ebpf:"events"`
 	Sockets  *ebpf.Map `ebpf:"sockets"`
+	Traced   *ebpf.Map `ebpf:"traced"`
 	Verdicts *ebpf.Map `ebpf:"verdicts"`
 }
 
 func (m *statelessMaps) Close() error {
 	return _StatelessClose(
+		m.Events,
 		m.Sockets,
+		m.Traced,
 		m.Verdicts,
 	)
 }
@@ -130,6 +140,7 @@ type statelessVariables struct {
 	MaxWorkers *ebpf.Variable `ebpf:"max_workers"`
 	Prefix     *ebpf.Variable `ebpf:"prefix"`
 	Secrets    *ebpf.Variable `ebpf:"secrets"`
+	Tracing    *ebpf.Variable `ebpf:"tracing"`
 }
 
 // statelessPrograms contains all programs after they have been loaded into the kernel.

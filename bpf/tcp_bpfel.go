@@ -16,7 +16,9 @@ import (
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
+	tcpMapEvents     = "events"
 	tcpMapSockets    = "sockets"
+	tcpMapTraced     = "traced"
 	tcpMapVerdicts   = "verdicts"
 	tcpProgTcp       = "tcp"
 	tcpVarControl    = "control"
@@ -24,6 +26,7 @@ const (
 	tcpVarMaxWorkers = "max_workers"
 	tcpVarPrefix     = "prefix"
 	tcpVarSecrets    = "secrets"
+	tcpVarTracing    = "tracing"
 )
 
 // loadTcp returns the embedded CollectionSpec for tcp.
@@ -75,7 +78,9 @@ type tcpProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type tcpMapSpecs struct {
+	Events   *ebpf.MapSpec `ebpf:"events"`
 	Sockets  *ebpf.MapSpec `ebpf:"sockets"`
+	Traced   *ebpf.MapSpec `ebpf:"traced"`
 	Verdicts *ebpf.MapSpec `ebpf:"verdicts"`
 }
 
@@ -88,6 +93,7 @@ type tcpVariableSpecs struct {
 	MaxWorkers *ebpf.VariableSpec `ebpf:"max_workers"`
 	Prefix     *ebpf.VariableSpec `ebpf:"prefix"`
 	Secrets    *ebpf.VariableSpec `ebpf:"secrets"`
+	Tracing    *ebpf.VariableSpec `ebpf:"tracing"`
 }
 
 // tcpObjects contains all objects after they have been loaded into the kernel.
@@ -110,13 +116,17 @@ func (o *tcpObjects) Close() error {
 //
 // It can be passed to loadTcpObjects or ebpf.CollectionSpec.LoadAndAssign.
 type tcpMaps struct {
+	Events   *ebpf.Map `ebpf:"events"`
 	Sockets  *ebpf.Map `ebpf:"sockets"`
+	Traced   *ebpf.Map `ebpf:"traced"`
 	Verdicts *ebpf.Map `ebpf:"verdicts"`
 }
 
 func (m *tcpMaps) Close() error {
 	return _TcpClose(
+		m.Events,
 		m.Sockets,
+		m.Traced,
 		m.Verdicts,
 	)
 }
@@ -130,6 +140,7 @@ type tcpVariables struct {
 	MaxWorkers *ebpf.Variable `ebpf:"max_workers"`
 	Prefix     *ebpf.Variable `ebpf:"prefix"`
 	Secrets    *ebpf.Variable `ebpf:"secrets"`
+	Tracing    *ebpf.Variable `ebpf:"tracing"`
 }
 
 // tcpPrograms contains all programs after they have been loaded into the kernel.

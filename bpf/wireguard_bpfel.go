@@ -16,8 +16,10 @@ import (
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
+	wireguardMapEvents        = "events"
 	wireguardMapFlows         = "flows"
 	wireguardMapSockets       = "sockets"
+	wireguardMapTraced        = "traced"
 	wireguardMapVerdicts      = "verdicts"
 	wireguardProgWireguard    = "wireguard"
 	wireguardVarControl       = "control"
@@ -26,6 +28,7 @@ const (
 	wireguardVarMaxWorkers    = "max_workers"
 	wireguardVarPrefix        = "prefix"
 	wireguardVarSecrets       = "secrets"
+	wireguardVarTracing       = "tracing"
 )
 
 // loadWireguard returns the embedded CollectionSpec for wireguard.
@@ -77,8 +80,10 @@ type wireguardProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type wireguardMapSpecs struct {
+	Events   *ebpf.MapSpec `ebpf:"events"`
 	Flows    *ebpf.MapSpec `ebpf:"flows"`
 	Sockets  *ebpf.MapSpec `ebpf:"sockets"`
+	Traced   *ebpf.MapSpec `ebpf:"traced"`
 	Verdicts *ebpf.MapSpec `ebpf:"verdicts"`
 }
 
@@ -92,6 +97,7 @@ type wireguardVariableSpecs struct {
 	MaxWorkers    *ebpf.VariableSpec `ebpf:"max_workers"`
 	Prefix        *ebpf.VariableSpec `ebpf:"prefix"`
 	Secrets       *ebpf.VariableSpec `ebpf:"secrets"`
+	Tracing       *ebpf.VariableSpec `ebpf:"tracing"`
 }
 
 // wireguardObjects contains all objects after they have been loaded into the kernel.
@@ -114,15 +120,19 @@ func (o *wireguardObjects) Close() error {
 //
 // It can be passed to loadWireguardObjects or ebpf.CollectionSpec.LoadAndAssign.
 type wireguardMaps struct {
+	Events   *ebpf.Map `ebpf:"events"`
 	Flows    *ebpf.Map `ebpf:"flows"`
 	Sockets  *ebpf.Map `ebpf:"sockets"`
+	Traced   *ebpf.Map `ebpf:"traced"`
 	Verdicts *ebpf.Map `ebpf:"verdicts"`
 }
 
 func (m *wireguardMaps) Close() error {
 	return _WireguardClose(
+		m.Events,
 		m.Flows,
 		m.Sockets,
+		m.Traced,
 		m.Verdicts,
 	)
 }
@@ -137,6 +147,7 @@ type wireguardVariables struct {
 	MaxWorkers    *ebpf.Variable `ebpf:"max_workers"`
 	Prefix        *ebpf.Variable `ebpf:"prefix"`
 	Secrets       *ebpf.Variable `ebpf:"secrets"`
+	Tracing       *ebpf.Variable `ebpf:"tracing"`
 }
 
 // wireguardPrograms contains all programs after they have been loaded into the kernel.

@@ -122,8 +122,8 @@ type Look struct {
 	Dead                          bool
 }
 
-// EventsOf is eventsOf of two looks.
-func EventsOf(before, after map[uint32]Look, alive bool) []Event {
+// ChangesOf is changesOf of two looks.
+func ChangesOf(before, after map[uint32]Look, alive bool) []Change {
 	convert := func(looks map[uint32]Look) map[uint32]seen {
 		all := make(map[uint32]seen)
 		for number, l := range looks {
@@ -132,5 +132,5 @@ func EventsOf(before, after map[uint32]Look, alive bool) []Event {
 		}
 		return all
 	}
-	return eventsOf(convert(before), convert(after), func(*bpf.Info) bool { return alive })
+	return changesOf(convert(before), convert(after), func(*bpf.Info) bool { return alive })
 }

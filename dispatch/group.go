@@ -383,6 +383,33 @@ func (g *Group) registered(slot uint8, worker uint32) bool {
 	return g.pins.sockets.Lookup(uint32(slot)*g.table.workers+worker, &cookie) == nil
 }
 
+// owner is a worker of a generation.
+type owner struct {
+	generation uint32
+	worker     int
+}
+
+// owners are the registered sockets, by their cookies; none of a group that is still to be
+// made.
+func (g *Group) owners() map[uint64]owner {
+	owners := make(map[uint64]owner)
+	if g.pins == nil {
+		return owners
+	}
+	for s := range g.table.generations {
+		if g.table.Info[s].Stage == bpf.StageFree {
+			continue // its entries were taken out
+		}
+		for w := range g.table.workersOf(uint8(s)) {
+			var cookie uint64
+			if g.pins.sockets.Lookup(s*g.table.workers+w, &cookie) == nil {
+				owners[cookie] = owner{g.table.Slots[s].Number, int(w)}
+			}
+		}
+	}
+	return owners
+}
+
 // alive reports whether a slot has a socket. A map that cannot be read proves no
 // death.
 func (g *Group) alive(slot uint8) bool {

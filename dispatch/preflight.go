@@ -75,9 +75,10 @@ func (g *Group) rivals() ([]rival, error) {
 	if err != nil {
 		return nil, err
 	}
-	ours := g.cookies()
+	ours := g.owners()
 	strangers := slices.DeleteFunc(sockets, func(s sockdiag.Socket) bool {
-		return s.Peer.IsValid() || ours[s.Cookie] || g.key.relate(s, device) == apart
+		_, registered := ours[s.Cookie]
+		return s.Peer.IsValid() || registered || g.key.relate(s, device) == apart
 	})
 	inodes := make([]uint32, len(strangers))
 	for i, s := range strangers {
@@ -251,27 +252,6 @@ func (k key) describe(s sockdiag.Socket, holders []sockdiag.Process) string {
 	}
 	fmt.Fprintf(&b, " (%s)", strings.Join(names, ", "))
 	return b.String()
-}
-
-// cookies are the sockets that the map holds.
-func (g *Group) cookies() map[uint64]bool {
-	cookies := make(map[uint64]bool)
-	if g.pins == nil {
-		// The group is still to be made.
-		return cookies
-	}
-	for s := range g.table.generations {
-		if g.table.Info[s].Stage == bpf.StageFree {
-			continue // its entries were taken out
-		}
-		for w := range g.table.workersOf(uint8(s)) {
-			var cookie uint64
-			if g.pins.sockets.Lookup(s*g.table.workers+w, &cookie) == nil {
-				cookies[cookie] = true
-			}
-		}
-	}
-	return cookies
 }
 
 // left reports whether an unregistered socket may belong to a generation that has left

@@ -89,14 +89,15 @@ func (g *Group) socketsNear() ([]Socket, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list sockets of %s: %w", g.key, err)
 	}
-	ours := g.cookies()
+	ours := g.owners()
 	var list []Socket
 	for _, s := range all {
 		relation := g.key.relate(s, device)
 		if s.Peer.IsValid() || relation == apart {
 			continue
 		}
-		list = append(list, g.key.socket(s, relation, ours[s.Cookie]))
+		_, registered := ours[s.Cookie]
+		list = append(list, g.key.socket(s, relation, registered))
 	}
 	return list, nil
 }

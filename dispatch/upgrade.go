@@ -31,7 +31,8 @@ func (g *Group) UpgradeProgram() (upgraded bool, err error) {
 			return fmt.Errorf("%w: its dissector is its server's; let the server upgrade it", ErrOptions)
 		}
 		upgraded = true
-		return g.swapProgram()
+		_, _, err := g.swapProgram(0)
+		return err
 	})
 	if err != nil {
 		return false, fmt.Errorf("upgrade program of %s: %w", g.key, err)
@@ -39,7 +40,9 @@ func (g *Group) UpgradeProgram() (upgraded bool, err error) {
 	return upgraded, nil
 }
 
-func (g *Group) swapProgram() error {
+// swapProgram makes a program of this build the group's. With room for a trace it tells of
+// packets in the first map that is returned, and the second one is bpf.MapTraced.
+func (g *Group) swapProgram(room uint32) (events, traced *ebpf.Map, err error) {
 	spec, name, err := bpf.Spec(bpf.Config{
 		Steering:       g.table.Steering,
 		MaxGenerations: int(g.table.generations),
@@ -49,9 +52,10 @@ func (g *Group) swapProgram() error {
 		FlowTimeout:    g.table.FlowTimeout,
 		FlowLearning:   g.table.FlowLearning,
 		Dissector:      g.dissector.forLinking(),
+		Trace:          room,
 	})
 	if err != nil {
-		return err
+		return nil, nil, err
 	}
 	replace := map[string]*ebpf.Map{
 		bpf.MapSockets: g.pins.sockets, bpf.MapVerdicts: g.pins.verdicts,
@@ -62,10 +66,18 @@ func (g *Group) swapProgram() error {
 	}
 	c, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: replace})
 	if err != nil {
-		return explainLoad(err, Steering(g.table.Steering))
+		return nil, nil, explainLoad(err, Steering(g.table.Steering))
 	}
 	program := c.DetachProgram(name)
+	if room > 0 {
+		events, traced = c.DetachMap(bpf.MapEvents), c.DetachMap(bpf.MapTraced)
+	}
 	c.Close()
+	defer func() {
+		if err != nil && room > 0 {
+			err = errors.Join(err, events.Close(), traced.Close())
+		}
+	}()
 	old := g.pins.program
 	err = g.home.replaceProgram(program, func() error {
 		g.pins.program = program
@@ -77,14 +89,21 @@ func (g *Group) swapProgram() error {
 		return nil
 	})
 	if g.pins.program == old {
-		return errors.Join(err, program.Close())
+		return nil, nil, errors.Join(err, program.Close())
 	}
 	err = errors.Join(err, old.Close())
 	if err == nil {
-		setText(g.table.Program[:], bpf.Build(g.table.Steering, g.dissector.forLinking()))
+		build := bpf.Build(g.table.Steering, g.dissector.forLinking())
+		if room > 0 {
+			build += tracedSuffix
+		}
+		setText(g.table.Program[:], build)
 	}
-	return err
+	return events, traced, err
 }
+
+// tracedSuffix is behind the build of a program that tells of packets.
+const tracedSuffix = "+trace"
 
 // reloadProgram takes the group's program as it is now.
 func (g *Group) reloadProgram() error {

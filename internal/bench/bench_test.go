@@ -75,6 +75,7 @@ func TestReport(t *testing.T) {
 		"empty: any: ", "select: any: ", "stateless: any: new", "quic: short header, our ID: owner",
 		"quic: short header, unknown ID: unknown", "quic: Initial, known: known", "quic: Initial, new: new",
 		"flow: known: known", "flow: known, one of a million: known", "wireguard: data, known index: known",
+		"custom: 12 instructions of classic BPF, our cookie: owner", "tcp: connection: new",
 	}
 	if !slices.Equal(rows, want) {
 		t.Errorf("packet costs: %q, want %q", rows, want)
@@ -87,7 +88,7 @@ func TestReport(t *testing.T) {
 			t.Errorf("program: %+v", p)
 		}
 	}
-	if want := []string{"stateless", "quic", "flow", "wireguard"}; !slices.Equal(rows, want) {
+	if want := []string{"stateless", "quic", "flow", "wireguard", "custom", "tcp"}; !slices.Equal(rows, want) {
 		t.Errorf("programs: %q, want %q", rows, want)
 	}
 

@@ -38,6 +38,9 @@ const (
 	anyPackets = "any"
 	ourPackets = "short header, our ID"
 
+	classicPackets = "12 instructions of classic BPF, our cookie"
+	connections    = "connection"
+
 	knownFlow   = "known"
 	crowdedFlow = "known, one of a million"
 
@@ -48,7 +51,7 @@ const (
 type row struct {
 	PacketCost
 	to      *receiver
-	traffic *traffic
+	traffic *traffic // nil: TCP connections
 	flows   []flow
 	rounds  []float64 // gross nanoseconds a packet
 }
@@ -125,7 +128,7 @@ func costRows(root string) (rows []row, closeAll func() error, err error) {
 			return err
 		}
 		r := row{PacketCost: PacketCost{Program: program, Packets: packets, Verdict: verdict}, to: to, traffic: t}
-		for range workers {
+		for i := 0; t != nil && i < workers; i++ {
 			f, err := newFlow(to.addr)
 			if err != nil {
 				return err
@@ -162,11 +165,19 @@ func costRows(root string) (rows []row, closeAll func() error, err error) {
 	if err != nil {
 		return nil, closeAll, err
 	}
-	crowd, err := keep(newInstar(root, "127.0.0.1:4007", dispatch.SteeringFlow, 2*crowdSize))
+	crowd, err := keep(newInstar(root, "127.0.0.1:4007", dispatch.SteeringFlow, func(o *dispatch.Options) { o.FlowEntries = 2 * crowdSize }))
 	if err != nil {
 		return nil, closeAll, err
 	}
 	wireguard, err := keep(newInstar(root, "127.0.0.1:4008", dispatch.SteeringWireGuard))
+	if err != nil {
+		return nil, closeAll, err
+	}
+	custom, err := keep(newClassic(root, "127.0.0.1:4009"))
+	if err != nil {
+		return nil, closeAll, err
+	}
+	tcp, err := keep(newInstar(root, "127.0.0.1:4010", dispatch.SteeringTCP, func(o *dispatch.Options) { o.ReceiveBuffer = 0 }))
 	if err != nil {
 		return nil, closeAll, err
 	}
@@ -204,6 +215,13 @@ func costRows(root string) (rows []row, closeAll func() error, err error) {
 	if err == nil {
 		t, e := indexTraffic(wireguard.generation, workers)
 		err = add("wireguard", "data, known index", name(bpf.VerdictKnown), wireguard, t, e)
+	}
+	if err == nil {
+		t, e := cookieTraffic(custom.generation, workers)
+		err = add("custom", classicPackets, name(bpf.VerdictOwner), custom, t, e)
+	}
+	if err == nil {
+		err = add("tcp", connections, name(bpf.VerdictNew), tcp, nil, nil)
 	}
 	if err != nil {
 		return nil, closeAll, err
@@ -310,11 +328,17 @@ func (r *row) round(packets int) (float64, error) {
 	return float64(after.Runtime-before.Runtime) / float64(packets), nil
 }
 
-// send sends a multiple of batchSize packets, in batches of the flows in turn,
-// and reads them.
+// send sends a multiple of batchSize packets, in batches of the flows in turn, and reads
+// them; or makes as many connections.
 func (r *row) send(packets int) error {
 	for i := range packets / batchSize {
-		if err := r.flows[i%len(r.flows)].send(r.traffic.batch()); err != nil {
+		var err error
+		if r.traffic == nil {
+			err = connect(r.to.addr, batchSize)
+		} else {
+			err = r.flows[i%len(r.flows)].send(r.traffic.batch())
+		}
+		if err != nil {
 			return err
 		}
 		got := r.to.drain()

@@ -25,6 +25,9 @@
 // handshakes) to some hundred (many, whose entries left the caches) to look it up; a new
 // one, into a full table, 500 to 1000 for making the entry.
 //
+// The row "tcp" is of connections: the kernel asks once for each, and the same program's
+// time is taken from it.
+//
 // Caches are warm, as in a server under load: a packet that comes alone costs
 // more, with any program.
 //

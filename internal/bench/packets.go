@@ -107,6 +107,18 @@ func initialTraffic(fresh bool) (*traffic, error) {
 	})
 }
 
+// cookieTraffic has short headers with the cookie of each of the generation's workers in
+// turn where classicProgram finds it.
+func cookieTraffic(n *dispatch.Generation, workers int) (*traffic, error) {
+	worker := 0
+	return newTraffic(false, func(b []byte) error {
+		b[0] = shortHeader
+		binary.BigEndian.PutUint16(b[shortCookie:], n.Cookie(worker%workers))
+		worker++
+		return nil
+	})
+}
+
 // indexTraffic has WireGuard data messages to an index of each of the generation's
 // workers in turn.
 func indexTraffic(n *dispatch.Generation, workers int) (*traffic, error) {

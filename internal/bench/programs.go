@@ -64,7 +64,8 @@ type Program struct {
 // measurePrograms loads the data plane of each steering, at the default sizes.
 func measurePrograms() ([]Program, error) {
 	var programs []Program
-	for _, s := range []dispatch.Steering{dispatch.SteeringStateless, dispatch.SteeringQUIC, dispatch.SteeringFlow, dispatch.SteeringWireGuard} {
+	for _, s := range []dispatch.Steering{dispatch.SteeringStateless, dispatch.SteeringQUIC, dispatch.SteeringFlow, dispatch.SteeringWireGuard,
+		dispatch.SteeringCustom, dispatch.SteeringTCP} {
 		p, err := measureProgram(s)
 		if err != nil {
 			return nil, fmt.Errorf("load program %s: %w", s, err)
@@ -76,8 +77,16 @@ func measurePrograms() ([]Program, error) {
 
 func measureProgram(s dispatch.Steering) (Program, error) {
 	p := Program{Name: s.String()}
+	var dissector *bpf.Dissector
+	if s == dispatch.SteeringCustom {
+		var err error
+		if dissector, err = linkedClassic(); err != nil {
+			return p, err
+		}
+	}
 	spec, name, err := bpf.Spec(bpf.Config{
-		Steering: uint32(s), Prefix: bpf.PrefixMin, FlowEntries: dispatch.DefaultFlowEntries,
+		Dissector: dissector,
+		Steering:  uint32(s), Prefix: bpf.PrefixMin, FlowEntries: dispatch.DefaultFlowEntries,
 		MaxGenerations: dispatch.DefaultMaxGenerations, MaxWorkers: dispatch.DefaultWorkers,
 		FlowTimeout: uint16(dispatch.DefaultFlowTimeout / time.Second),
 	})

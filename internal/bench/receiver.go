@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"syscall"
@@ -37,6 +38,7 @@ type receiver struct {
 	// Of Instar's receivers.
 	group      *dispatch.Group
 	generation *dispatch.Generation
+	listeners  []*net.TCPListener
 
 	// drains read what a socket holds.
 	drains []func() int
@@ -117,12 +119,12 @@ func newSelect(addr string) (r *receiver, err error) {
 }
 
 // newInstar is a group with one active generation.
-func newInstar(root, addr string, s dispatch.Steering, flowEntries ...int) (r *receiver, err error) {
+func newInstar(root, addr string, s dispatch.Steering, set ...func(*dispatch.Options)) (r *receiver, err error) {
 	r = &receiver{name: s.String(), addr: addr}
 	defer r.closeOn(&err)
-	o := dispatch.Options{Network: "udp4", Address: addr, Root: root, Steering: s, ReceiveBuffer: receiveBuffer}
-	for _, n := range flowEntries {
-		o.FlowEntries = n
+	o := dispatch.Options{Address: addr, Root: root, Steering: s, ReceiveBuffer: receiveBuffer}
+	for _, f := range set {
+		f(&o)
 	}
 	r.group, err = dispatch.Open(o)
 	if err != nil {
@@ -136,7 +138,7 @@ func newInstar(root, addr string, s dispatch.Steering, flowEntries ...int) (r *r
 	if err := r.generation.Activate(); err != nil {
 		return r, err
 	}
-	r.conns = r.generation.Conns()
+	r.conns, r.listeners = r.generation.Conns(), r.generation.Listeners()
 	if r.program, err = ebpf.LoadPinnedProgram(filepath.Join(r.group.Path(), "program"), nil); err != nil {
 		return r, fmt.Errorf("open program of %s: %w", addr, err)
 	}
@@ -166,10 +168,24 @@ func (r *receiver) prepare() error {
 			return n
 		})
 	}
+	for _, l := range r.listeners {
+		r.drains = append(r.drains, func() (n int) {
+			_ = rawconn.Of(l, func(fd int) error {
+				// Until the queue is empty.
+				for c, _, err := unix.Accept4(fd, unix.SOCK_CLOEXEC); err == nil; c, _, err = unix.Accept4(fd, unix.SOCK_CLOEXEC) {
+					_ = unix.Close(c)
+					n++
+				}
+				return nil
+			})
+			return n
+		})
+	}
 	return nil
 }
 
-// drain reads all that the sockets hold, and returns how many datagrams that was.
+// drain takes all that the sockets hold, and returns how many datagrams, or connections,
+// that was.
 func (r *receiver) drain() int {
 	n := 0
 	for _, d := range r.drains {
@@ -208,6 +224,28 @@ func newFlow(addr string) (flow, error) {
 		return flow{}, err
 	}
 	return flow{c.(*net.UDPConn), ipv4.NewPacketConn(c.(*net.UDPConn))}, nil
+}
+
+// connect makes connections, and resets them at once: nothing is left of them.
+func connect(addr string, n int) error {
+	a, err := netip.ParseAddrPort(addr)
+	if err != nil {
+		return err
+	}
+	for range n {
+		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			return os.NewSyscallError("socket", err)
+		}
+		err = errors.Join(
+			os.NewSyscallError("setsockopt SO_LINGER", unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})),
+			os.NewSyscallError("connect", unix.Connect(fd, &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()})),
+			os.NewSyscallError("close", unix.Close(fd)))
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // send sends all of the messages.

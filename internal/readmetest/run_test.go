@@ -173,18 +173,29 @@ func needModules(t *testing.T) {
 	}
 }
 
-func TestREADME(t *testing.T) {
+// README and all documents are true: programs compile, and sessions run.
+func TestDocuments(t *testing.T) {
 	tree, err := filepath.Abs("../..")
 	if err != nil {
 		t.Fatal(err)
 	}
-	markdown, err := os.ReadFile(filepath.Join(tree, "README.md"))
+	documents, err := filepath.Glob(filepath.Join(tree, "docs", "*.md"))
+	if err != nil || len(documents) == 0 {
+		t.Fatal(documents, err)
+	}
+	for _, document := range append(documents, filepath.Join(tree, "README.md")) {
+		t.Run(filepath.Base(document), func(t *testing.T) { testDocument(t, tree, document) })
+	}
+}
+
+func testDocument(t *testing.T, tree, document string) {
+	markdown, err := os.ReadFile(document)
 	if err != nil {
 		t.Fatal(err)
 	}
 	blocks, err := parse(string(markdown))
 	if err != nil {
-		t.Fatalf("README.md: %v", err)
+		t.Fatal(err)
 	}
 	for _, b := range blocks {
 		if b.language != "go" || b.notRun != "" {
@@ -200,7 +211,7 @@ func TestREADME(t *testing.T) {
 	for _, s := range sessions(blocks) {
 		t.Run(s.name, func(t *testing.T) {
 			if testing.Short() {
-				t.Skip("takes as long as the commands of the README do")
+				t.Skip("takes as long as the commands of the document do")
 			}
 			testutil.NeedRoot(t)
 			needModules(t)

@@ -75,7 +75,6 @@ while flows of the others stay where they are until they end.
 	root.Version = newBuildJSON().text()
 	root.SetVersionTemplate("{{.Version}}\n")
 	root.Flags().Bool("version", false, "print the version of this command") // without cobra's -v
-	root.CompletionOptions.HiddenDefaultCmd = true
 	root.PersistentFlags().StringVar(&a.root, "root", a.env.Root,
 		"`folder` on a bpffs below which groups are pinned")
 
@@ -91,11 +90,13 @@ while flows of the others stay where they are until they end.
 		}
 	}
 	add("try", a.demoCommand())
-	add("read", a.groupsCommand(), a.showCommand(), a.flowsCommand(), a.statusCommand(), a.metricsCommand(), a.doctorCommand(), a.watchCommand(), a.versionCommand())
+	add("read", a.groupsCommand(), a.showCommand(), a.flowsCommand(), a.watchCommand(), a.traceCommand(), a.statusCommand(),
+		a.doctorCommand(), a.metricsCommand(), a.versionCommand())
 	add("change", a.upgradeCommand(), a.prepareCommand(), a.activateCommand(), a.rollbackCommand(), a.drainCommand(),
 		a.forgetCommand(), a.programCommand())
 	root.AddCommand(a.hiddenCommands()...)
 	root.AddCommand(
+		a.manCommand(),
 		&cobra.Command{
 			Use:   "exit-codes",
 			Short: "What the exit code of a command means",
@@ -108,6 +109,7 @@ while flows of the others stay where they are until they end.
 		},
 	)
 	strictHelp(root)
+	a.complete(root)
 	return root
 }
 

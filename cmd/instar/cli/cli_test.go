@@ -101,10 +101,11 @@ func (s *script) close() error {
 
 // TestScripts runs testdata/script: those that need no group.
 func TestScripts(t *testing.T) {
-	bin := commands(t)
+	bin, races := commands(t), testutil.WithoutQuicGoRaces(t)
 	testscript.Run(t, testscript.Params{
 		Dir: "testdata/script",
 		Setup: func(env *testscript.Env) error {
+			env.Setenv("WITHOUT_QUIC_GO_RACES", races)
 			env.Setenv("PATH", bin+":"+env.Getenv("PATH"))
 			env.Setenv("TMPDIR", os.TempDir())
 			return nil
@@ -128,6 +129,7 @@ func TestScripts(t *testing.T) {
 			"get":        get,
 			"listen":     listen,
 			"sigterm":    sigterm,
+			"schema":     validate,
 		},
 	})
 }
@@ -139,9 +141,13 @@ func TestGroupScripts(t *testing.T) {
 	testutil.NeedRoot(t)
 	instar := func(ts *testscript.TestScript, args []string) int {
 		var code int
+		var stdout bytes.Buffer
 		ts.Value(scriptKey{}).(*script).ns.Run(func() {
-			code = Main(Env{Args: args[1:], Stdout: ts.Stdout(), Stderr: ts.Stderr(), Root: ts.Getenv("ROOT")})
+			code = Main(Env{Args: args[1:], Stdout: &stdout, Stderr: ts.Stderr(), Root: ts.Getenv("ROOT")})
 		})
+		ts.Check(checkSchema(args, stdout.String()))
+		_, err := stdout.WriteTo(ts.Stdout())
+		ts.Check(err)
 		return code
 	}
 	testscript.Run(t, testscript.Params{
@@ -174,6 +180,7 @@ func TestGroupScripts(t *testing.T) {
 			"leave":   leave,
 			"packets": sendPackets,
 			"otherns": otherNamespace,
+			"traced":  traced(instar),
 		},
 	})
 }
@@ -316,6 +323,41 @@ func sendPackets(ts *testscript.TestScript, _ bool, args []string) {
 		}
 		if time.Now().After(deadline) {
 			ts.Fatalf("%d packets after %d more than %d", after.Packets, n, before.Packets)
+		}
+	}
+}
+
+// traced is "traced GROUP N COMMAND...": it runs the command while packets come, N at a
+// time, until it has ended.
+func traced(run func(*testscript.TestScript, []string) int) func(*testscript.TestScript, bool, []string) {
+	return func(ts *testscript.TestScript, neg bool, args []string) {
+		s := ts.Value(scriptKey{}).(*script)
+		snapshot, err := s.groups[args[0]].Snapshot()
+		ts.Check(err)
+		n, err := strconv.Atoi(args[1])
+		ts.Check(err)
+		over, sender := make(chan struct{}), make(chan error)
+		go s.ns.Run(func() {
+			for {
+				c, err := net.Dial("udp", snapshot.Address)
+				for i := 0; err == nil && i < n; i++ {
+					_, err = c.Write([]byte("hello"))
+				}
+				if err == nil {
+					err = c.Close()
+				}
+				select {
+				case <-over:
+					sender <- err
+					return
+				case <-time.After(20 * time.Millisecond):
+				}
+			}
+		})
+		code := run(ts, args[2:])
+		close(over)
+		if err := <-sender; err != nil || (code != 0) != neg {
+			ts.Fatalf("exit code %d (%v)", code, err)
 		}
 	}
 }

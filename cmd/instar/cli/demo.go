@@ -158,10 +158,13 @@ func (a *app) printReport(report *demo.Report) error {
 	if !a.json {
 		return demo.WriteTable(a.env.Stdout, report)
 	}
-	return a.printJSON(struct {
-		Version int `json:"version"`
-		*demo.Report
-	}{jsonVersion, report})
+	return a.printJSON(demoJSON{jsonVersion, report})
+}
+
+// demoJSON is a demonstration for programs.
+type demoJSON struct {
+	Version int `json:"version"`
+	*demo.Report
 }
 
 // probePage finds out whether the page can be written, and leaves no trace.

@@ -127,12 +127,15 @@ func (a *app) demoTCP(o tcpdemo.Options) error {
 
 func (a *app) printTCP(report *tcpdemo.Report) error {
 	if a.json {
-		return a.printJSON(struct {
-			Version int `json:"version"`
-			*tcpdemo.Report
-		}{jsonVersion, report})
+		return a.printJSON(demoTCPJSON{jsonVersion, report})
 	}
 	return writeTCPTable(a.env.Stdout, report, a.env.colours(a.env.Stdout))
+}
+
+// demoTCPJSON is a demonstration for programs.
+type demoTCPJSON struct {
+	Version int `json:"version"`
+	*tcpdemo.Report
 }
 
 // writeTCPTable writes the report for people.

@@ -106,10 +106,7 @@ func (a *app) demoWireGuard(o wgdemo.Options) error {
 		return fmt.Errorf("demo wireguard: %w", err)
 	}
 	if a.json {
-		err = a.printJSON(struct {
-			Version int `json:"version"`
-			*wgdemo.Report
-		}{jsonVersion, report})
+		err = a.printJSON(demoWireGuardJSON{jsonVersion, report})
 	} else {
 		err = wgdemo.WriteTable(a.env.Stdout, report)
 	}
@@ -123,4 +120,10 @@ func (a *app) demoWireGuard(o wgdemo.Options) error {
 		fmt.Fprintln(a.env.Stdout, "\ninstar: nothing lost.")
 	}
 	return nil
+}
+
+// demoWireGuardJSON is a demonstration for programs.
+type demoWireGuardJSON struct {
+	Version int `json:"version"`
+	*wgdemo.Report
 }

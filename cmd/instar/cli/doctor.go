@@ -92,6 +92,18 @@ func parsePatient(name string) (o dispatch.Options, ok bool) {
 	return o, true
 }
 
+// doctorJSON is the doctor's report for programs.
+type doctorJSON struct {
+	Version int    `json:"version"`
+	Root    string `json:"root"`
+	// Problems, Warnings and NotLookedAt count findings of these results.
+	Problems    int `json:"problems"`
+	Warnings    int `json:"warnings"`
+	NotLookedAt int `json:"not_looked_at"`
+	// Findings are in the order of the checks; each check has at least one.
+	Findings []doctor.Finding `json:"findings"`
+}
+
 // errProblems says that the doctor found some; the report has told them.
 var errProblems = &codeError{exitProblem, errSilent}
 
@@ -105,15 +117,7 @@ func (a *app) report(findings []doctor.Finding, all bool) error {
 		failed = errProblems
 	}
 	if a.json {
-		err := a.printJSON(struct {
-			Version   int              `json:"version"`
-			Root      string           `json:"root"`
-			Problems  int              `json:"problems"`
-			Warnings  int              `json:"warnings"`
-			NotLooked int              `json:"not_looked_at"`
-			Findings  []doctor.Finding `json:"findings"`
-		}{jsonVersion, a.root, counts[doctor.Problem], counts[doctor.Warning], counts[doctor.Unknown], findings})
-		if err != nil {
+		if err := a.printJSON(doctorJSON{jsonVersion, a.root, counts[doctor.Problem], counts[doctor.Warning], counts[doctor.Unknown], findings}); err != nil {
 			return err
 		}
 		return failed

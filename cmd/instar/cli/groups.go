@@ -53,6 +53,20 @@ func newGroupJSON(e dispatch.Entry) groupJSON {
 	return g
 }
 
+// groupsJSON is a listing for programs, showJSON one group with what lives in it.
+type (
+	groupsJSON struct {
+		Version int         `json:"version"`
+		Root    string      `json:"root"`
+		Groups  []groupJSON `json:"groups"`
+	}
+	showJSON struct {
+		Version int                  `json:"version"`
+		Group   groupJSON            `json:"group"`
+		Flows   *dispatch.FlowCounts `json:"flows,omitempty"`
+	}
+)
+
 func (a *app) groups() error {
 	entries, err := dispatch.List(a.root)
 	if err != nil {
@@ -63,11 +77,7 @@ func (a *app) groups() error {
 		for _, e := range entries {
 			groups = append(groups, newGroupJSON(e))
 		}
-		return a.printJSON(struct {
-			Version int         `json:"version"`
-			Root    string      `json:"root"`
-			Groups  []groupJSON `json:"groups"`
-		}{jsonVersion, a.root, groups})
+		return a.printJSON(groupsJSON{jsonVersion, a.root, groups})
 	}
 	if len(entries) == 0 {
 		fmt.Fprintf(a.env.Stderr, "no groups below %s\n", a.root)
@@ -153,11 +163,7 @@ func (a *app) show(name string) (err error) {
 	}
 	if a.json {
 		e.Snapshot = &s
-		return a.printJSON(struct {
-			Version int                  `json:"version"`
-			Group   groupJSON            `json:"group"`
-			Flows   *dispatch.FlowCounts `json:"flows,omitempty"`
-		}{jsonVersion, newGroupJSON(e), flows})
+		return a.printJSON(showJSON{jsonVersion, newGroupJSON(e), flows})
 	}
 
 	w, colours := a.env.Stdout, a.env.colours(a.env.Stdout)

@@ -61,12 +61,12 @@ noticed. With --json each event is a line of its own.`,
 	return cmd
 }
 
-// eventJSON is an event for programs.
-type eventJSON struct {
+// changeJSON is an event for programs.
+type changeJSON struct {
 	Version int    `json:"version"`
 	Group   string `json:"group"`
 	Path    string `json:"path"`
-	dispatch.Event
+	dispatch.Change
 }
 
 // watcher prints the events of groups.
@@ -76,16 +76,16 @@ type watcher struct {
 }
 
 const (
-	eventWatched   = dispatch.EventKind("watched")
-	eventForgotten = dispatch.EventKind("forgotten")
+	eventWatched   = dispatch.ChangeKind("watched")
+	eventForgotten = dispatch.ChangeKind("forgotten")
 )
 
-func (w *watcher) print(e dispatch.Entry, event dispatch.Event) error {
+func (w *watcher) print(e dispatch.Entry, event dispatch.Change) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	out := w.app.env.Stdout
 	if w.app.json {
-		if err := json.NewEncoder(out).Encode(eventJSON{jsonVersion, shortName(e), e.Path, event}); err != nil {
+		if err := json.NewEncoder(out).Encode(changeJSON{jsonVersion, shortName(e), e.Path, event}); err != nil {
 			return fmt.Errorf("write event: %w", err)
 		}
 		return nil
@@ -122,18 +122,18 @@ func (w *watcher) group(ctx context.Context, e dispatch.Entry) (err error) {
 	watched := func() {
 		s, err := g.Snapshot()
 		if err == nil {
-			err = w.print(e, dispatch.Event{Time: w.app.env.Now(), Kind: eventWatched, Generation: s.Active})
+			err = w.print(e, dispatch.Change{Time: w.app.env.Now(), Kind: eventWatched, Generation: s.Active})
 		}
 		broken = err
 	}
-	err = g.Events(ctx, watched, func(event dispatch.Event) error {
+	err = g.Changes(ctx, watched, func(event dispatch.Change) error {
 		if broken != nil {
 			return broken
 		}
 		return w.print(e, event)
 	})
 	if errors.Is(err, dispatch.ErrNotExist) {
-		return w.print(e, dispatch.Event{Time: w.app.env.Now(), Kind: eventForgotten})
+		return w.print(e, dispatch.Change{Time: w.app.env.Now(), Kind: eventForgotten})
 	}
 	return errors.Join(broken, err)
 }

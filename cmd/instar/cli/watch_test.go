@@ -99,12 +99,12 @@ func TestWatch(t *testing.T) {
 	const time3339 = `^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\S+  `
 	all.want(time3339 + `udp4-127\.0\.0\.1-443  watched     active generation 0$`)
 	one := watch(t, ns, root, "127.0.0.1:443", "--json")
-	one.want(`"event":"watched"`)
+	one.want(`"change":"watched"`)
 	first := join(a)
 	all.want(time3339 + `udp4-127\.0\.0\.1-443  joined      generation 1, pid \d+ \S+, build b1$`)
 	must(first.Activate())
 	all.want(`  activated   generation 1, `)
-	one.want(`"event":"joined"`, `"event":"activated"`)
+	one.want(`"change":"joined"`, `"change":"activated"`)
 
 	// A group that is made meanwhile.
 	b := open("127.0.0.1:444")
@@ -122,13 +122,14 @@ func TestWatch(t *testing.T) {
 		Version    int
 		Group      string
 		Path       string
-		Event      string
+		Change     string
 		Generation uint32
 		PID        int
 		Time       time.Time
 	}
 	must(json.Unmarshal([]byte(line), &e))
-	if e.Version != 1 || e.Group != "udp4-127.0.0.1-443" || e.Path != a.Path() || e.Event != "left" || e.Generation != 1 || e.PID != os.Getpid() || e.Time.IsZero() {
+	must(checkSchema([]string{"instar", "watch", "--json"}, line))
+	if e.Version != 1 || e.Group != "udp4-127.0.0.1-443" || e.Path != a.Path() || e.Change != "left" || e.Generation != 1 || e.PID != os.Getpid() || e.Time.IsZero() {
 		t.Errorf("%+v of %s", e, line)
 	}
 

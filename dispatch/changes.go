@@ -15,35 +15,35 @@ import (
 	"instar/bpf"
 )
 
-// EventKind is what happened to a generation.
-type EventKind string
+// ChangeKind is what happened to a generation.
+type ChangeKind string
 
 const (
-	// EventJoined means that its sockets are registered.
-	EventJoined EventKind = "joined"
-	// EventActivated means that new flows go to it, for the first time or again.
-	EventActivated EventKind = "activated"
-	// EventSuperseded means that another generation took its place: it drains.
-	EventSuperseded EventKind = "superseded"
-	// EventDied means that none of its sockets is left, and it did not leave.
-	EventDied EventKind = "died"
-	// EventLeft means that it took its sockets out of the group, or that somebody did
+	// ChangeJoined means that its sockets are registered.
+	ChangeJoined ChangeKind = "joined"
+	// ChangeActivated means that new flows go to it, for the first time or again.
+	ChangeActivated ChangeKind = "activated"
+	// ChangeSuperseded means that another generation took its place: it drains.
+	ChangeSuperseded ChangeKind = "superseded"
+	// ChangeDied means that none of its sockets is left, and it did not leave.
+	ChangeDied ChangeKind = "died"
+	// ChangeLeft means that it took its sockets out of the group, or that somebody did
 	// (Group.Evict). Its process lives.
-	EventLeft EventKind = "left"
-	// EventGone means that it has left or died: its process was gone, or is in another PID
+	ChangeLeft ChangeKind = "left"
+	// ChangeGone means that it has left or died: its process was gone, or is in another PID
 	// namespace, when somebody looked.
-	EventGone EventKind = "gone"
+	ChangeGone ChangeKind = "gone"
 )
 
 // rank orders what happened at the same time: a flip is told before what it ends.
-var rank = map[EventKind]int{EventJoined: 1, EventActivated: 2, EventSuperseded: 3, EventDied: 4, EventLeft: 4, EventGone: 4}
+var rank = map[ChangeKind]int{ChangeJoined: 1, ChangeActivated: 2, ChangeSuperseded: 3, ChangeDied: 4, ChangeLeft: 4, ChangeGone: 4}
 
-// Event is a change of a group.
-type Event struct {
+// Change is what changed in a group.
+type Change struct {
 	// Time is when it happened. A generation that died, left or is gone did so before,
 	// by a quarter of a second at most where notifications work.
-	Time time.Time `json:"time"`
-	Kind EventKind `json:"event"`
+	Time time.Time  `json:"time"`
+	Kind ChangeKind `json:"change"`
 	// Generation, PID, Command and Build are as in GenerationInfo.
 	Generation uint32 `json:"generation"`
 	PID        int    `json:"pid"`
@@ -51,7 +51,7 @@ type Event struct {
 	Build      string `json:"build,omitempty"`
 }
 
-// Events calls f with each change of the group from now on, in the order of their times,
+// Changes calls f with each change of the group from now on, in the order of their times,
 // until ctx ends, which is no error. Of changes that follow each other too fast to be seen one
 // by one the last of each kind is told: a generation that joined and was gone again before
 // anybody looked is not. ready, unless it is nil, is called once, when nothing that comes
@@ -61,7 +61,7 @@ type Event struct {
 //
 // Errors: what f returns, ErrClosed when the Group is closed, and ErrNotExist when the
 // group is forgotten.
-func (g *Group) Events(ctx context.Context, ready func(), f func(Event) error) error {
+func (g *Group) Changes(ctx context.Context, ready func(), f func(Change) error) error {
 	before, err := g.seen()
 	for first := true; ; first = false {
 		// The channel comes before the look, so that no change falls in between.
@@ -76,7 +76,7 @@ func (g *Group) Events(ctx context.Context, ready func(), f func(Event) error) e
 		if err != nil {
 			return fmt.Errorf("watch %s: %w", g.key, err)
 		}
-		for _, e := range eventsOf(before, after, lives) {
+		for _, e := range changesOf(before, after, lives) {
 			if err := f(e); err != nil {
 				return err
 			}
@@ -134,42 +134,42 @@ func (g *Group) seen() (map[uint32]seen, error) {
 	return found, nil
 }
 
-// eventsOf compares two looks, the later one of which was taken just now.
-func eventsOf(before, after map[uint32]seen, lives func(*bpf.Info) bool) []Event {
+// changesOf compares two looks, the later one of which was taken just now.
+func changesOf(before, after map[uint32]seen, lives func(*bpf.Info) bool) []Change {
 	// Both clocks are read once, so that events of one moment have one time.
 	at, wallAt := now(), time.Now()
-	var list []Event
-	add := func(kind EventKind, number uint32, s seen, when uint64) {
-		list = append(list, Event{Time: wallAt.Add(time.Duration(int64(when) - int64(at))), Kind: kind, Generation: number,
+	var list []Change
+	add := func(kind ChangeKind, number uint32, s seen, when uint64) {
+		list = append(list, Change{Time: wallAt.Add(time.Duration(int64(when) - int64(at))), Kind: kind, Generation: number,
 			PID: int(s.info.Pid), Command: s.command, Build: text(s.info.Build[:])})
 	}
 	for number, is := range after {
 		was, known := before[number]
 		if !known {
-			add(EventJoined, number, is, is.info.Joined)
+			add(ChangeJoined, number, is, is.info.Joined)
 		}
 		if t := is.info.Activated; t != 0 && t != was.info.Activated {
-			add(EventActivated, number, is, t)
+			add(ChangeActivated, number, is, t)
 		}
 		if t := is.info.Superseded; t != 0 && t != was.info.Superseded {
-			add(EventSuperseded, number, is, t)
+			add(ChangeSuperseded, number, is, t)
 		}
 		if is.dead && !was.dead {
 			is.command = cmp.Or(is.command, was.command)
-			add(EventDied, number, is, at)
+			add(ChangeDied, number, is, at)
 		}
 	}
 	for number, was := range before {
 		if _, still := after[number]; still || was.dead {
-			continue // EventDied was told
+			continue // ChangeDied was told
 		}
-		kind := EventGone
+		kind := ChangeGone
 		if lives(&was.info) {
-			kind = EventLeft
+			kind = ChangeLeft
 		}
 		add(kind, number, was, at)
 	}
-	slices.SortFunc(list, func(a, b Event) int {
+	slices.SortFunc(list, func(a, b Change) int {
 		return cmp.Or(a.Time.Compare(b.Time), cmp.Compare(rank[a.Kind], rank[b.Kind]), cmp.Compare(a.Generation, b.Generation))
 	})
 	return list

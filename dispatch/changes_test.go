@@ -13,18 +13,18 @@ import (
 	"instar/dispatch"
 )
 
-// events is what Group.Events tells, and how it ended.
+// events is what Group.Changes tells, and how it ended.
 type events struct {
-	told chan dispatch.Event
+	told chan dispatch.Change
 	end  chan error
 }
 
 func (w *world) events(ctx context.Context, g *dispatch.Group) *events {
 	w.Helper()
-	e := &events{make(chan dispatch.Event, 100), make(chan error, 1)}
+	e := &events{make(chan dispatch.Change, 100), make(chan error, 1)}
 	ready := make(chan struct{})
 	go func() {
-		e.end <- g.Events(ctx, func() { close(ready) }, func(event dispatch.Event) error {
+		e.end <- g.Changes(ctx, func() { close(ready) }, func(event dispatch.Change) error {
 			e.told <- event
 			return nil
 		})
@@ -38,9 +38,9 @@ func (w *world) events(ctx context.Context, g *dispatch.Group) *events {
 }
 
 // want waits for events, "KIND GENERATION" each, in their order.
-func (e *events) want(w *world, want ...string) []dispatch.Event {
+func (e *events) want(w *world, want ...string) []dispatch.Change {
 	w.Helper()
-	var got []dispatch.Event
+	var got []dispatch.Change
 	for _, next := range want {
 		select {
 		case event := <-e.told:
@@ -59,7 +59,7 @@ func (e *events) want(w *world, want ...string) []dispatch.Event {
 
 // Field B5, A7: each step of an upgrade is seen, in its order, by a process that has no part
 // in it.
-func TestEvents(t *testing.T) {
+func TestChangeEvents(t *testing.T) {
 	w := newWorld(t)
 	o := w.options("127.0.0.1:4433")
 	g := w.open(o)
@@ -113,7 +113,7 @@ func TestEvents(t *testing.T) {
 
 // What was there before is no event, and neither a function that fails nor a group that is
 // forgotten keeps the watcher.
-func TestEventsEnd(t *testing.T) {
+func TestChangeEventsEnd(t *testing.T) {
 	w := newWorld(t)
 	o := w.options("127.0.0.1:4433")
 	g := w.open(o)
@@ -127,7 +127,7 @@ func TestEventsEnd(t *testing.T) {
 	failing := make(chan error, 1)
 	ready := make(chan struct{})
 	go func() {
-		failing <- g.Events(t.Context(), func() { close(ready) }, func(dispatch.Event) error { return enough })
+		failing <- g.Changes(t.Context(), func() { close(ready) }, func(dispatch.Change) error { return enough })
 	}()
 	<-ready
 	w.must(n.Close())
@@ -136,16 +136,16 @@ func TestEventsEnd(t *testing.T) {
 		t.Errorf("the function fails: %v", err)
 	}
 	w.must(dispatch.Forget(g.Path()))
-	wantRefused(t, "Events of a forgotten group", <-e.end, "not-exist", "the group is forgotten")
+	wantRefused(t, "Changes of a forgotten group", <-e.end, "not-exist", "the group is forgotten")
 
 	again := w.open(o)
 	e = w.events(t.Context(), again)
 	w.must(again.Close())
-	wantRefused(t, "Events of a closed group", <-e.end, "closed")
+	wantRefused(t, "Changes of a closed group", <-e.end, "closed")
 }
 
 // Two looks and what is told of them.
-func TestEventsOfTwoLooks(t *testing.T) {
+func TestChangeEventsOfTwoLooks(t *testing.T) {
 	for _, c := range []struct {
 		name          string
 		before, after map[uint32]dispatch.Look
@@ -165,7 +165,7 @@ func TestEventsOfTwoLooks(t *testing.T) {
 		{"killed before it was seen", nil, map[uint32]dispatch.Look{1: {Joined: 1, Dead: true}}, false, []string{"joined 1", "died 1"}},
 	} {
 		got := []string(nil)
-		for _, e := range dispatch.EventsOf(c.before, c.after, c.lives) {
+		for _, e := range dispatch.ChangesOf(c.before, c.after, c.lives) {
 			got = append(got, fmt.Sprintf("%s %d", e.Kind, e.Generation))
 		}
 		if !slices.Equal(got, c.want) {
