@@ -4,6 +4,7 @@ package doctor
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -11,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -123,6 +125,9 @@ func TestCapabilities(t *testing.T) {
 		t.Errorf("%d findings without any capability, want 3", n)
 	}
 	found.want(t, "bpf", Unknown, "cannot be told without CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON", "run the doctor as root")
+
+	found = m.examine(Options{}, refuse(unix.EPERM), drop())
+	found.want(t, "seccomp", Unknown, "whether it lets bpf(2) through cannot be told", "run the doctor with CAP_BPF")
 
 	// A server that joins a group which was made for it needs none.
 	found = m.examine(Options{}, becomeNobody)
@@ -250,7 +255,9 @@ func TestBPFFS(t *testing.T) {
 
 	found = m.examine(Options{})
 	found.want(t, "bpffs", OK, "the first group makes it", "")
-	m.open(m.options("udp", "127.0.0.1:4433"))
+	g := m.open(m.options("udp", "127.0.0.1:4433"))
+	pin := filepath.Join(g.Path(), "control")
+	m.examine(Options{Root: pin}).want(t, "bpffs", Problem, pin+": not a directory", "look at that folder")
 	m.must(os.Chown(m.root, 65534, 65534))
 	m.examine(Options{}).want(t, "bpffs", Problem, "belongs to uid 65534, who could replace the groups", "chown root:root "+m.root)
 	m.must(os.Chown(m.root, 0, 0))
@@ -279,6 +286,7 @@ func TestGroups(t *testing.T) {
 	p.Kill()
 	m.examine(Options{}).want(t, "groups", Problem, "its generations are dead: nobody serves", "start the server")
 
+	m.examine(Options{Address: &dispatch.Options{Address: "127.0.0.1:4435", Device: "none0"}}).want(t, "groups", Unknown, "find device none0", "")
 	other := testutil.OtherNetNS(t)
 	found = examine(t, Options{Root: m.root, Paths: []string{g.Path()}}, func() error { return unix.Setns(other.FD(), unix.CLONE_NEWNET) })
 	found.want(t, "groups", Unknown, "it is in network namespace", "nsenter --net=")
@@ -373,6 +381,17 @@ func TestStrangers(t *testing.T) {
 	wide.Paths = []string{specific.Path()}
 	m.bind(nil, "udp4", "0.0.0.0:4435")
 	m.examine(wide).want(t, "strangers", Warning, "is less specific", "bind the same address")
+
+	// On one device, beside all.
+	all, _ := m.serve("udp4", "127.0.0.1:4437")
+	onDevice := net.ListenConfig{Control: func(network, address string, raw syscall.RawConn) (err error) {
+		cerr := raw.Control(func(fd uintptr) { err = unix.BindToDevice(int(fd), "lo") })
+		return errors.Join(reusePort(network, address, raw), cerr, err)
+	}}
+	d, err := onDevice.ListenPacket(context.Background(), "udp4", "127.0.0.1:4437")
+	m.must(err)
+	defer d.Close()
+	m.examine(Options{Paths: []string{all.Path()}}).want(t, "strangers", Warning, "by the order of binding", "bind the same address")
 
 	// A socket that a member bound aside.
 	own, _ := m.serve("udp4", "127.0.0.1:4436")

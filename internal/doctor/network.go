@@ -109,20 +109,20 @@ func checkConntrack(x *exam) []Finding {
 	if err == nil {
 		most, err = setting("net/netfilter/nf_conntrack_max")
 	}
-	var ports []string
+	var ports []string // as nft(8) writes them
 	for _, g := range x.groups {
 		if g.snapshot == nil {
 			continue
 		}
 		if addr, err := netip.ParseAddrPort(g.snapshot.Address); err == nil {
-			ports = append(ports, fmt.Sprint(addr.Port()))
+			ports = append(ports, fmt.Sprintf("%s dport %d", protocol(g.network()), addr.Port()))
 		}
 	}
-	port := "PORT"
+	port := "udp dport PORT"
 	if len(ports) == 1 {
 		port = ports[0]
 	}
-	cure := fmt.Sprintf("take the servers' ports out of it, in a prerouting chain of priority raw: nft add rule ... udp dport %s notrack", port)
+	cure := fmt.Sprintf("take the servers' ports out of it, in a prerouting chain of priority raw: nft add rule ... %s notrack", port)
 	switch {
 	case err != nil:
 		return unreadable(err)
