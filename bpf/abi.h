@@ -152,6 +152,9 @@ struct instar_control {
 	__u64 active;
 	/* Counts changes; for those who wait for one. */
 	__u64 changes;
+	/* Entries of the table of flows that processes added and deleted. */
+	__u64 flows_added;
+	__u64 flows_deleted;
 	__u8 service[64];
 	__u8 network[8];
 	__u8 address[64];
@@ -209,6 +212,8 @@ struct instar_counters {
 	/* CLOCK_MONOTONIC nanoseconds, refreshed once a tick: jiffies and the time. */
 	__u64 tick;
 	__u64 now;
+	/* Entries that flow steering added to the table of flows. */
+	__u64 added;
 	struct instar_traffic slots[INSTAR_SLOTS];
 };
 

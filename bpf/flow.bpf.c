@@ -87,8 +87,10 @@ static __noinline int begin(struct sk_reuseport_md *ctx, struct instar_counters 
 	}
 	flow.owner = owner_of(chosen);
 	flow.seen = coarse_now(c);
-	if (bpf_map_update_elem(&flows, peer, &flow, BPF_NOEXIST) == 0)
+	if (bpf_map_update_elem(&flows, peer, &flow, BPF_NOEXIST) == 0) {
+		c->added++;
 		return finish(c, INSTAR_VERDICT_NEW, chosen);
+	}
 
 	/* Another CPU was faster with a packet of the same flow: its choice holds. */
 	known = bpf_map_lookup_elem(&flows, peer);

@@ -211,7 +211,7 @@ func TestLayoutPinned(t *testing.T) {
 var layouts = map[uint32]map[string]string{
 	1: {
 		"control": "Layout:0 Steering:4 MaxGenerations:8 MaxWorkers:12 FlowEntries:16 Prefix:20 NextNumber:24 FlowTimeout:28 FlowLearning:30 Pad:31 " +
-			"Active:32 Changes:40 Service:48 Network:112 Address:120 Device:184 Program:200 Orders:264 Slots:1320 Info:3368 =27944",
+			"Active:32 Changes:40 FlowsAdded:48 FlowsDeleted:56 Service:64 Network:128 Address:136 Device:200 Program:216 Orders:280 Slots:1336 Info:3384 =27960",
 		"slot":     "Number:0 Workers:4 Exhausted:6 Pad:7 =8",
 		"order":    "Activated:0 Total:2 Pad:4 Slot:8 =264",
 		"info":     "Stage:0 Number:4 Pid:8 PidNamespace:12 PidStart:16 Joined:24 Activated:32 Superseded:40 Deadline:48 PacketsBefore:56 Build:64 =96",
@@ -219,7 +219,7 @@ var layouts = map[uint32]map[string]string{
 		"flow":     "Generation:0 Handle:4 Pad:6 =8",
 		"peer":     "Address:0 Port:16 Pad:18 =20",
 		"tracked":  "Owner:0 Seen:8 =16",
-		"counters": "Verdicts:0 Tick:64 Now:72 Slots:80 =4176",
+		"counters": "Verdicts:0 Tick:64 Now:72 Added:80 Slots:88 =4184",
 	},
 }
 

@@ -39,6 +39,8 @@ type quicInstarControl struct {
 	Pad            uint8
 	Active         uint64
 	Changes        uint64
+	FlowsAdded     uint64
+	FlowsDeleted   uint64
 	Service        [64]uint8
 	Network        [8]uint8
 	Address        [64]uint8
@@ -54,6 +56,7 @@ type quicInstarCounters struct {
 	Verdicts [8]uint64
 	Tick     uint64
 	Now      uint64
+	Added    uint64
 	Slots    [256]struct {
 		_       structs.HostLayout
 		Packets uint64

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math"
 	"net/netip"
+	"sync/atomic"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -21,7 +22,9 @@ type Learning uint8
 
 const (
 	// LearnReceived remembers a flow with its first packet. A flood of forged senders
-	// fills the table, and pushes out those that were silent for the longest time.
+	// fills the table, and pushes flows out (FlowCounts.Evicted), whose next packet goes to the
+	// active generation: first those that have sent no second packet, then those that were silent
+	// for the longest time.
 	LearnReceived = Learning(bpf.LearningReceived)
 	// LearnAssured remembers the flows that their servers name with Generation.Assure,
 	// as soon as the peer has shown that it receives. Packets of all others go to
@@ -58,6 +61,11 @@ type FlowCounts struct {
 	Ended int `json:"ended"`
 	// Room is the size of the table.
 	Room int `json:"room"`
+	// Evicted are entries that the kernel gave to other flows, since the group was made: those
+	// that were added, less those deleted and those that are there. The counting is no
+	// snapshot: under traffic it differs by what changes meanwhile, and without is exact, unless
+	// a process died between adding an entry and saying so.
+	Evicted uint64 `json:"evicted"`
 }
 
 // lookupChunk is how many entries are read at a time.
@@ -82,18 +90,42 @@ func (g *Group) Flows(f func(Flow) bool) error {
 // Errors: ErrState when the group has another steering.
 func (g *Group) FlowCounts() (FlowCounts, error) {
 	c := FlowCounts{Live: make(map[uint32]int), Room: int(g.table.FlowEntries)}
+	present := uint64(0)
 	err := g.eachFlow(func(_ bpf.Peer, t bpf.Tracked, live bool) bool {
 		if live {
 			c.Live[uint32(t.Owner)]++
 		} else {
 			c.Ended++
 		}
+		present++
 		return true
 	})
+	var added uint64
+	if err == nil {
+		err = g.withPins(func() (err error) {
+			added, err = g.addedFlows()
+			return err
+		})
+	}
 	if err != nil {
 		return c, fmt.Errorf("count flows of %s: %w", g.key, err)
 	}
+	c.Evicted = max(added, present) - present
 	return c, nil
+}
+
+// addedFlows counts the entries that were added, less those that processes deleted.
+func (g *Group) addedFlows() (uint64, error) {
+	var cpus []bpf.Counters
+	if err := g.pins.verdicts.Lookup(uint32(0), &cpus); err != nil {
+		return 0, fmt.Errorf("read counters: %w", err)
+	}
+	added := atomic.LoadUint64(&g.table.FlowsAdded)
+	for _, c := range cpus {
+		added += c.Added
+	}
+	// A process that was killed may have added one without a word, and another deleted that.
+	return added - min(added, atomic.LoadUint64(&g.table.FlowsDeleted)), nil
 }
 
 func (g *Group) eachFlow(f func(p bpf.Peer, t bpf.Tracked, live bool) bool) error {
@@ -152,7 +184,16 @@ func (n *Generation) Assure(worker int, peer netip.AddrPort) error {
 	p, err := n.ownFlow(worker, peer)
 	if err == nil {
 		t := bpf.Tracked{Owner: uint64(n.Handle(worker))<<32 | uint64(n.number), Seen: now()}
-		err = n.group.withPins(func() error { return n.group.pins.flows.Put(&p, &t) })
+		err = n.group.withPins(func() error {
+			err := n.group.pins.flows.Update(&p, &t, ebpf.UpdateNoExist)
+			if errors.Is(err, ebpf.ErrKeyExist) {
+				return n.group.pins.flows.Put(&p, &t)
+			}
+			if err == nil {
+				atomic.AddUint64(&n.group.table.FlowsAdded, 1)
+			}
+			return err
+		})
 	}
 	if err != nil {
 		return fmt.Errorf("assure flow of %s to generation %d of %s: %w", peer, n.number, n.group.key, err)
@@ -165,7 +206,13 @@ func (n *Generation) Assure(worker int, peer netip.AddrPort) error {
 func (n *Generation) Release(peer netip.AddrPort) error {
 	p, err := n.ownFlow(0, peer)
 	if err == nil {
-		err = n.group.withPins(func() error { return n.group.pins.flows.Delete(&p) })
+		err = n.group.withPins(func() error {
+			err := n.group.pins.flows.Delete(&p)
+			if err == nil {
+				atomic.AddUint64(&n.group.table.FlowsDeleted, 1)
+			}
+			return err
+		})
 	}
 	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 		return fmt.Errorf("release flow of %s from generation %d of %s: %w", peer, n.number, n.group.key, err)

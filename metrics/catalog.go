@@ -104,6 +104,8 @@ var (
 		"How long a flow (steering flow) or an index (steering wireguard) may be silent until it is forgotten.", ofGroup)
 	groupFlowsEnded = gauge("instar_group_flows_ended", flows,
 		"With steering flow: entries of the table whose flow timed out, or whose generation is gone. They are used again when their turn comes.", ofGroup)
+	groupFlowsEvicted = counter("instar_group_flows_evicted_total", flows,
+		"With steering flow: entries of the table that the kernel gave to other flows, since the group was made, when they were counted.", ofGroup)
 	groupFlowsCounted = gauge("instar_group_flows_counted_timestamp_seconds", instant,
 		"When the flows of the group were counted last; that is not done at each scrape.", ofGroup)
 

@@ -84,6 +84,8 @@ type groupName struct{ netns, name string }
 
 type counts struct {
 	at time.Time
+	// packets are those of the group, which only a new one in its place has fewer of.
+	packets uint64
 	dispatch.FlowCounts
 }
 
@@ -267,6 +269,7 @@ func (c *Collector) collectGroup(out chan<- prometheus.Metric, e entry, before m
 	flows, counted := c.count(e, before)
 	if counted {
 		out <- groupFlowsEnded.of(float64(flows.Ended), netns, group)
+		out <- groupFlowsEvicted.of(float64(flows.Evicted), netns, group)
 		out <- groupFlowsCounted.of(timestamp(flows.at), netns, group)
 	}
 	for _, g := range s.Generations {
@@ -304,12 +307,16 @@ func (c *Collector) count(e entry, before map[groupName]counts) (n counts, ok bo
 	key := groupName{e.Netns, e.Name}
 	n, ok = before[key]
 	if now := c.now(); !ok || now.Sub(n.at) >= c.o.FlowsEvery || now.Before(n.at) {
-		var err error
-		n.at = now
-		if n.FlowCounts, err = e.flows(); err != nil {
+		counted, err := e.flows()
+		if err != nil {
 			c.warn("count flows", "group", e.Netns+"/"+e.Name, err)
 			return n, false
 		}
+		if ok && e.Snapshot.Packets >= n.packets {
+			// The counting of evictions is no snapshot, and a counter does not go back.
+			counted.Evicted = max(counted.Evicted, n.Evicted)
+		}
+		n = counts{now, e.Snapshot.Packets, counted}
 	}
 	c.counted[key] = n
 	return n, true

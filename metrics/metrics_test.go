@@ -235,6 +235,7 @@ func TestScrape(t *testing.T) {
 	got.want(t, "instar_group_flows_limit", scraped{group(q, ""): 64, group(f, ""): 64})
 	got.want(t, "instar_group_flow_timeout_seconds", scraped{group(f, ""): 90})
 	got.want(t, "instar_group_flows_ended", scraped{group(f, ""): 0})
+	got.want(t, "instar_group_flows_evicted_total", scraped{group(f, ""): 0})
 	got.want(t, "instar_generation_flows", scraped{generation(f, 1, ""): 2})
 	got.want(t, "instar_generation_sockets", scraped{
 		generation(q, 1, ""): 2, generation(q, 2, ""): 2, generation(q, 3, ""): 2, generation(f, 1, ""): 2, generation(p, 1, ""): 2})
@@ -377,6 +378,45 @@ func TestFlowsEvery(t *testing.T) {
 	scrape(t, collector)
 	if len(collector.counted) != 0 {
 		t.Errorf("%d counts are kept of groups that are gone", len(collector.counted))
+	}
+}
+
+// A counter does not go back, but with a group that is made in the place of another one.
+func TestEvictions(t *testing.T) {
+	m := newMachine(t)
+	g := m.open(dispatch.Options{Address: "127.0.0.1:7007", Steering: dispatch.SteeringFlow})
+	m.join(g, true)
+	const flows, room = 150, 64
+	for range flows {
+		m.send(g, 1)
+	}
+	collector := New(Options{Root: m.root, FlowsEvery: time.Nanosecond})
+	evicted := func() float64 {
+		t.Helper()
+		got, _ := scrape(t, collector)
+		values := slices.Collect(maps.Values(got.named("instar_group_flows_evicted_total")))
+		if len(values) != 1 {
+			t.Fatalf("%v", values)
+		}
+		return values[0]
+	}
+	first := evicted()
+	if first < flows-room || first > flows {
+		t.Errorf("%v of %d flows were evicted of a table of %d", first, flows, room)
+	}
+	change := func(f func(*counts)) {
+		for name, n := range collector.counted {
+			f(&n)
+			collector.counted[name] = n
+		}
+	}
+	change(func(n *counts) { n.Evicted += 7 })
+	if got := evicted(); got != first+7 {
+		t.Errorf("%v were evicted, %v before", got, first+7)
+	}
+	change(func(n *counts) { n.packets = flows + 1 }) // that one was of another group
+	if got := evicted(); got != first {
+		t.Errorf("%v were evicted of a new group, want %v", got, first)
 	}
 }
 

@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"os"
 	"os/signal"
 	"strconv"
@@ -20,6 +19,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"instar/handover"
+	"instar/internal/service"
 )
 
 // Env is what Main uses of its process. Zero fields are the process's own.
@@ -179,14 +179,7 @@ func serve(ctx context.Context, cfg ServerConfig, asJSON, verbose bool, env Env)
 		}
 		cfg.Generation = uint32(n)
 	}
-	options := &slog.HandlerOptions{}
-	if verbose {
-		options.Level = slog.LevelDebug
-	}
-	cfg.Logger = slog.New(slog.NewTextHandler(env.Stderr, options))
-	if asJSON {
-		cfg.Logger = slog.New(slog.NewJSONHandler(env.Stderr, options))
-	}
+	cfg.Logger = service.Logger(env.Stderr, asJSON, verbose)
 	cfg.Stdout, _ = env.Stdout.(*os.File)
 	cfg.Stderr, _ = env.Stderr.(*os.File)
 	cfg.Ready = func(r Ready) {
@@ -204,48 +197,11 @@ func serve(ctx context.Context, cfg ServerConfig, asJSON, verbose bool, env Env)
 		return usageError{err}
 	}
 
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	signals := make(chan os.Signal, 16)
-	// With SIGPIPE among them a reader of our output that left does not end us.
-	signal.Notify(signals, syscall.SIGHUP, syscall.SIGUSR2, syscall.SIGTERM, syscall.SIGINT, syscall.SIGPIPE)
-	defer signal.Stop(signals)
-	ended := make(chan error, 1)
-	go func() { ended <- server.Run(ctx) }()
-	upgraded := make(chan error, 16)
-	upgrades := 0
-	finished := func(err error) {
-		upgrades--
+	return service.Run(ctx, server, func(err error) {
 		if errors.Is(err, handover.ErrNotActive) { // the others are in the log already
 			cfg.Logger.Error("no upgrade", "build", server.cfg.Build, "error", err)
 		}
-	}
-	defer func() {
-		cancel()
-		for upgrades > 0 {
-			finished(<-upgraded)
-		}
-	}()
-	for stops := 0; ; {
-		select {
-		case err := <-ended:
-			return err
-		case err := <-upgraded:
-			finished(err)
-		case sig := <-signals:
-			switch sig {
-			case syscall.SIGHUP, syscall.SIGUSR2:
-				upgrades++
-				go func() { upgraded <- server.Upgrade(ctx) }()
-			case syscall.SIGTERM, syscall.SIGINT:
-				if stops++; stops == 1 {
-					server.Stop()
-				} else {
-					cancel()
-				}
-			}
-		}
-	}
+	})
 }
 
 func loadCommand(env Env) *cobra.Command {

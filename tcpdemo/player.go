@@ -23,10 +23,9 @@ const (
 
 // player plays one scenario.
 type player struct {
+	*sandbox.Player[Progress, Report]
 	scenario scenario
 	task     task
-	starter  *sandbox.Starter
-	out      *sandbox.Sender
 	port     int
 
 	began   time.Time
@@ -134,7 +133,7 @@ func (p *player) launch(change func(*ServerConfig)) (*process, error) {
 		s.moments[kind] = &moment{came: make(chan struct{})}
 	}
 	args := append(slices.Clone(p.task.Program.Server), string(text))
-	if s.Process, err = p.starter.Start(p.task.Program.Self, args, nil, s.line); err != nil {
+	if s.Process, err = p.Starter.Start(p.task.Program.Self, args, nil, s.line); err != nil {
 		return nil, fmt.Errorf("start server %d: %w", s.generation, err)
 	}
 	p.mu.Lock()
@@ -283,7 +282,7 @@ func (p *player) tell(bad bool, text string) {
 		}
 	}
 	p.mu.Unlock()
-	p.out.Send(message{Progress: &m})
+	p.Progress(m)
 }
 
 // report tells how it is going until ctx ends.

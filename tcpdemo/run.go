@@ -10,7 +10,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"os"
 	"os/signal"
 	"slices"
 	"strings"
@@ -144,13 +143,6 @@ type Program struct {
 	Server  []string `json:"server"`
 }
 
-// message is one line from the sandbox: one field is set.
-type message struct {
-	Progress *Progress        `json:"progress,omitempty"`
-	Report   *Report          `json:"report,omitempty"`
-	Fail     *sandbox.Failure `json:"fail,omitempty"`
-}
-
 // task is what the sandbox is told.
 type task struct {
 	Program Program `json:"program"`
@@ -167,82 +159,31 @@ func Run(ctx context.Context, o Options, p Program, stderr io.Writer, progress f
 	if err != nil {
 		return nil, err
 	}
-	text, err := json.Marshal(task{p, o})
-	if err != nil {
-		return nil, fmt.Errorf("write options: %w", err)
-	}
-	var report *Report
-	err = sandbox.Run(ctx, sandbox.Command{
-		Self:    p.Self,
-		Args:    append(slices.Clone(p.Sandbox), string(text)),
-		Purpose: "it makes a network namespace of its own",
-		Stderr:  stderr,
-	}, func(r io.Reader) error {
-		var fail *sandbox.Failure
-		err := sandbox.Receive(r, func(m message) {
-			switch {
-			case m.Progress != nil && progress != nil:
-				progress(*m.Progress)
-			case m.Report != nil:
-				report = m.Report
-			case m.Fail != nil:
-				fail = m.Fail
-			}
-		})
-		return cmp.Or(fail.Err(), err)
-	})
-	if err == nil && report == nil {
-		err = errors.New("sandbox ended without a report")
-	}
-	return report, err
+	return sandbox.Play[Progress, Report](ctx, sandbox.Command{
+		Self: p.Self, Args: p.Sandbox, Purpose: "it makes a network namespace of its own", Stderr: stderr,
+	}, task{p, o}, progress)
 }
 
 // Sandbox is the process in the namespace; args is what Run passes. It returns
 // the exit code.
-func Sandbox(ctx context.Context, args []string) int {
-	var t task
-	pipe, err := sandbox.Enter("net")
-	if err == nil && len(args) != 1 {
-		err = errors.New("cannot be started by hand")
-	}
-	if err == nil {
-		err = json.Unmarshal([]byte(args[0]), &t)
-	}
-	if err != nil {
-		fmt.Fprintf(os.Stderr, "sandbox: %v; it is a part of the demonstration\n", err)
-		return 2
-	}
-	out := sandbox.NewSender(pipe)
-	report, err := play(ctx, t, out)
-	if err != nil {
-		if report != nil && len(report.Scenarios) > 0 {
-			out.Send(message{Report: report})
-		}
-		out.Send(message{Fail: sandbox.FailureOf(err)})
-		return 1
-	}
-	out.Send(message{Report: report})
-	return 0
-}
+func Sandbox(ctx context.Context, args []string) int { return sandbox.Main(ctx, args, play) }
 
 // play plays the scenarios. When ctx ends it returns an error and those that were
 // completed.
-func play(ctx context.Context, t task, out *sandbox.Sender) (*Report, error) {
-	if err := sandbox.LoopbackUp(); err != nil {
-		return nil, err
-	}
-	sandbox.RaisePriority()
-	starter := sandbox.NewStarter()
-	defer starter.Stop()
+func play(ctx context.Context, t task, sandboxed *sandbox.Player[Progress, Report]) (*Report, error) {
 	report := &Report{Started: time.Now(), Options: t.Options, Host: sandbox.ThisHost()}
 	for i, s := range scenarios {
 		if !slices.Contains(t.Options.Scenarios, s.letter) {
 			continue
 		}
-		p := &player{scenario: s, task: t, starter: starter, out: out, port: 8001 + i}
+		p := &player{Player: sandboxed, scenario: s, task: t, port: 8001 + i}
 		outcome, err := p.play(ctx)
 		if err != nil {
-			return report, fmt.Errorf("scenario %s: %w", s.letter, err)
+			err = fmt.Errorf("scenario %s: %w", s.letter, err)
+			if len(report.Scenarios) == 0 {
+				return nil, err
+			}
+			return report, err
 		}
 		report.Scenarios = append(report.Scenarios, *outcome)
 	}

@@ -8,16 +8,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"net/netip"
 	"os"
-	"os/signal"
-	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"instar/handover"
+	"instar/internal/service"
 )
 
 // Env is what Main uses of its process. Zero fields are the process's own.
@@ -155,14 +153,7 @@ func usageErrorOf(err error) error {
 
 // serve runs a gateway with the signals of the process.
 func serve(ctx context.Context, cfg GatewayConfig, asJSON, verbose bool, env Env) error {
-	options := &slog.HandlerOptions{}
-	if verbose {
-		options.Level = slog.LevelDebug
-	}
-	cfg.Logger = slog.New(slog.NewTextHandler(env.Stderr, options))
-	if asJSON {
-		cfg.Logger = slog.New(slog.NewJSONHandler(env.Stderr, options))
-	}
+	cfg.Logger = service.Logger(env.Stderr, asJSON, verbose)
 	cfg.Stdout, _ = env.Stdout.(*os.File)
 	cfg.Stderr, _ = env.Stderr.(*os.File)
 	cfg.Event = func(e Event) {
@@ -183,46 +174,9 @@ func serve(ctx context.Context, cfg GatewayConfig, asJSON, verbose bool, env Env
 	if err != nil {
 		return usageError{err}
 	}
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	signals := make(chan os.Signal, 16)
-	// With SIGPIPE among them a reader of our output that left does not end us.
-	signal.Notify(signals, syscall.SIGHUP, syscall.SIGUSR2, syscall.SIGTERM, syscall.SIGINT, syscall.SIGPIPE)
-	defer signal.Stop(signals)
-	ended := make(chan error, 1)
-	go func() { ended <- gateway.Run(ctx) }()
-	upgraded := make(chan error, 16)
-	upgrades := 0
-	finished := func(err error) {
-		upgrades--
+	return service.Run(ctx, gateway, func(err error) {
 		if errors.Is(err, handover.ErrNotActive) { // the others are in the log already
 			cfg.Logger.Error("no upgrade", "error", err)
 		}
-	}
-	defer func() {
-		cancel()
-		for upgrades > 0 {
-			finished(<-upgraded)
-		}
-	}()
-	for stops := 0; ; {
-		select {
-		case err := <-ended:
-			return err
-		case err := <-upgraded:
-			finished(err)
-		case sig := <-signals:
-			switch sig {
-			case syscall.SIGHUP, syscall.SIGUSR2:
-				upgrades++
-				go func() { upgraded <- gateway.Upgrade(ctx) }()
-			case syscall.SIGTERM, syscall.SIGINT:
-				if stops++; stops == 1 {
-					gateway.Stop()
-				} else {
-					cancel()
-				}
-			}
-		}
-	}
+	})
 }

@@ -46,10 +46,9 @@ var scenarios = map[string]func(*player, context.Context) error{
 
 // player plays a scenario.
 type player struct {
-	task    task
-	starter *sandbox.Starter
-	out     *sandbox.Sender
-	began   time.Time
+	*sandbox.Player[Progress, Report]
+	task  task
+	began time.Time
 
 	config  *os.File // the gateways' configuration, under its name
 	peers   []*peer
@@ -385,7 +384,7 @@ func (p *player) launch(environ ...string) (*process, error) {
 	args := append(slices.Clone(p.task.Program.Gateway), "serve", "--json", "--pinless", "--config", p.config.Name(),
 		"--probation", probation.String())
 	var err error
-	if g.Process, err = p.starter.Start(p.task.Program.Self, args, environ, g.line); err != nil {
+	if g.Process, err = p.Starter.Start(p.task.Program.Self, args, environ, g.line); err != nil {
 		return nil, fmt.Errorf("start gateway %d: %w", number, err)
 	}
 	p.mu.Lock()
@@ -482,7 +481,7 @@ func (p *player) tell(bad bool, text string) {
 		}
 	}
 	p.mu.Unlock()
-	p.out.Send(message{Progress: &m})
+	p.Progress(m)
 }
 
 // report tells how it is going until ctx ends.

@@ -119,6 +119,6 @@ func flowsLine(s *dispatch.Snapshot, counts *dispatch.FlowCounts) string {
 	if s.FlowLearning == dispatch.LearnAssured.String() {
 		how = "remembered when the server assures them"
 	}
-	return fmt.Sprintf("%d live, %d ended, room for %d; %s, forgotten after %v of silence",
-		live, counts.Ended, counts.Room, how, time.Duration(s.FlowTimeout)*time.Second)
+	return fmt.Sprintf("%d live, %d ended, %d evicted, room for %d; %s, forgotten after %v of silence",
+		live, counts.Ended, counts.Evicted, counts.Room, how, time.Duration(s.FlowTimeout)*time.Second)
 }

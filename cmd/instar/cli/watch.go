@@ -159,7 +159,7 @@ func (w *watcher) all(ctx context.Context) error {
 		}
 		_ = folders.Close()
 	}()
-	for {
+	for ctx.Err() == nil { // groups end with it, and are not to be watched anew
 		entries, err := w.look(folders)
 		if err != nil {
 			return err
@@ -183,10 +183,6 @@ func (w *watcher) all(ctx context.Context) error {
 		}
 		select {
 		case <-ctx.Done():
-			if err := context.Cause(ctx); !errors.Is(err, context.Canceled) {
-				return err
-			}
-			return nil
 		case path := <-ended: // it may have been made anew
 			delete(watched, path)
 		case <-folders.Events:
@@ -197,6 +193,10 @@ func (w *watcher) all(ctx context.Context) error {
 			}
 		}
 	}
+	if err := context.Cause(ctx); !errors.Is(err, context.Canceled) {
+		return err
+	}
+	return nil
 }
 
 // look lists the groups after it has put the folders under watch in which others can
