@@ -175,6 +175,26 @@ func orOK(found []Finding, format string, args ...any) []Finding {
 	return one(OK, "", format, args...)
 }
 
+// ofGroups is orOK of a check that looks at groups: those that it could not look at are not
+// fine.
+func (x *exam) ofGroups(found []Finding, format string, args ...any) []Finding {
+	unseen := 0
+	for _, g := range x.groups {
+		if g.err != nil {
+			unseen++
+		}
+	}
+	switch {
+	case len(found) > 0:
+		return found
+	case unseen > 0:
+		return one(Unknown, "do what the check \"groups\" says", "%d of %d groups", unseen, len(x.groups))
+	case errors.Is(x.listing, dispatch.ErrPermission) && len(x.groups) == 0:
+		return one(Unknown, "run the doctor as root", "the groups could not be listed")
+	}
+	return one(OK, "", format, args...)
+}
+
 // why is an error on one line.
 func why(err error) string {
 	if joined, ok := err.(interface{ Unwrap() []error }); ok && len(joined.Unwrap()) == 1 {

@@ -150,7 +150,7 @@ func checkOwners(x *exam) []Finding {
 			}
 		}
 	}
-	return orOK(unique(found), "the sockets of each group belong to the owner of its pins")
+	return x.ofGroups(unique(found), "the sockets of each group belong to the owner of its pins")
 }
 
 // effectiveUID is that of another process: /proc/PID/status, Uid, second number.
@@ -235,7 +235,7 @@ func checkStrangers(x *exam) []Finding {
 			}
 		}
 	}
-	return orOK(found, "nobody else has sockets at the addresses")
+	return x.ofGroups(found, "nobody else has sockets at the addresses")
 }
 
 // member reports whether one of the holders is a process of the group.
@@ -264,7 +264,7 @@ func checkDualStack(x *exam) []Finding {
 			}
 		}
 	}
-	return orOK(found, "no socket of the other IP family takes part of the traffic")
+	return x.ofGroups(found, "no socket of the other IP family takes part of the traffic")
 }
 
 func protocol(network string) string { return strings.TrimRight(network, "46") }
@@ -342,7 +342,7 @@ func checkReuseAddr(x *exam) []Finding {
 			found = append(found, g.finding(Unknown, asTheirUser, "options of %d of its sockets", unseen))
 		}
 	}
-	return orOK(found, "no UDP socket has SO_REUSEADDR")
+	return x.ofGroups(found, "no UDP socket has SO_REUSEADDR")
 }
 
 // severalFlows are steerings that can send packets of one sender to several processes:
@@ -374,7 +374,7 @@ func checkOffload(x *exam) []Finding {
 		found = append(found, finding(Warning, fmt.Sprintf("ethtool -K %s %s off", name, feature),
 			"devices join packets of one sender before a group sees them (%s): with steering quic, wireguard and custom the first decides where all go", strings.Join(devices, ", ")))
 	}
-	return orOK(found, "nothing joins packets of different flows")
+	return x.ofGroups(found, "nothing joins packets of different flows")
 }
 
 // answerTimeout is how long a server has to answer at its control socket.

@@ -142,6 +142,45 @@ var server = testutil.NewProgram("server", func(c *testutil.Conversation) error 
 	return nil
 })
 
+// limited examines a process that may lock as much memory as it likes, where the test may, and
+// then 64 KiB.
+var limited = testutil.NewProgram("limited", func(c *testutil.Conversation) error {
+	tell := func(prepare ...func() error) error {
+		done := make(chan error)
+		go func() {
+			runtime.LockOSThread()
+			for _, f := range append(prepare, uname26) {
+				if err := f(); err != nil {
+					done <- err
+					return
+				}
+			}
+			for _, f := range Examine(context.Background(), Options{Root: c.Args[0]}) {
+				if f.Check == "memlock" {
+					c.Send("%s: %s -> %s", f.Result, f.Reason, f.Cure)
+				}
+			}
+			done <- nil
+		}()
+		return <-done
+	}
+	var before unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &before); err != nil {
+		return err
+	}
+	if before.Max == unix.RLIM_INFINITY {
+		if err := tell(drop(groupCapabilities...)); err != nil {
+			return err
+		}
+	} else {
+		c.Send("the hard limit is %d", before.Max)
+	}
+	if err := unix.Setrlimit(unix.RLIMIT_MEMLOCK, &unix.Rlimit{Cur: 64 << 10, Max: 64 << 10}); err != nil {
+		return err
+	}
+	return tell(drop(groupCapabilities...))
+})
+
 // app is a server that hands over, with a group. It binds what it is told to.
 var app = testutil.NewProgram("app", func(c *testutil.Conversation) (err error) {
 	ctx, dir := context.Background(), c.Args[1]

@@ -173,11 +173,12 @@ func checkMemlock(x *exam) []Finding {
 	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &limit); err != nil {
 		return one(Unknown, "", "read RLIMIT_MEMLOCK: %v", err)
 	}
-	if limit.Cur == unix.RLIM_INFINITY || x.caps.Allows(capset.SysResource) {
+	// Up to the hard limit everybody may raise it.
+	if limit.Max == unix.RLIM_INFINITY || x.caps.Allows(capset.SysResource) {
 		return one(OK, "", "RLIMIT_MEMLOCK is no limit for this process")
 	}
 	return one(Problem, "raise RLIMIT_MEMLOCK (a unit's LimitMEMLOCK=infinity), or add CAP_SYS_RESOURCE",
-		"Linux %v counts maps and programs as locked memory, of which this process may have %d bytes", x.kernel, limit.Cur)
+		"Linux %v counts maps and programs as locked memory, of which this process may have %d bytes", x.kernel, limit.Max)
 }
 
 // roomForMaps is what a group of default size takes, and some.
