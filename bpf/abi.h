@@ -53,6 +53,8 @@ enum instar_learning {
 	INSTAR_LEARNING_RECEIVED,
 	/* When the server says so: forged senders take no room. */
 	INSTAR_LEARNING_ASSURED,
+	/* When the server sends something to the peer, or says so. */
+	INSTAR_LEARNING_ANSWERED,
 };
 
 /* The one named outcome of a packet. */

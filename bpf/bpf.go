@@ -68,6 +68,7 @@ const (
 
 	LearningReceived = uint8(flowInstarLearningINSTAR_LEARNING_RECEIVED)
 	LearningAssured  = uint8(flowInstarLearningINSTAR_LEARNING_ASSURED)
+	LearningAnswered = uint8(flowInstarLearningINSTAR_LEARNING_ANSWERED)
 
 	VerdictOwner    = quicInstarVerdictINSTAR_VERDICT_OWNER
 	VerdictKnown    = quicInstarVerdictINSTAR_VERDICT_KNOWN
@@ -222,7 +223,7 @@ func configure(spec *ebpf.CollectionSpec, c Config) error {
 		if c.FlowTimeout < 1 {
 			return fmt.Errorf("%w: FlowTimeout is 0 s, want 1 or more", ErrConfig)
 		}
-		if c.FlowLearning > LearningAssured {
+		if c.FlowLearning > LearningAnswered {
 			return fmt.Errorf("%w: FlowLearning is %d", ErrConfig, c.FlowLearning)
 		}
 	}

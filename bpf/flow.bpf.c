@@ -79,7 +79,7 @@ static __noinline int begin(struct sk_reuseport_md *ctx, struct instar_counters 
 	int chosen = select_active(ctx, ctx->hash);
 	struct instar_tracked flow, *known;
 
-	if (chosen < 0 || flow_learning == INSTAR_LEARNING_ASSURED)
+	if (chosen < 0 || flow_learning != INSTAR_LEARNING_RECEIVED)
 		return finish(c, INSTAR_VERDICT_NEW, chosen);
 	if (ended) {
 		store(peer, chosen, coarse_now(c));

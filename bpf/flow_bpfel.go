@@ -18,6 +18,7 @@ type flowInstarLearning uint32
 const (
 	flowInstarLearningINSTAR_LEARNING_RECEIVED flowInstarLearning = 0
 	flowInstarLearningINSTAR_LEARNING_ASSURED  flowInstarLearning = 1
+	flowInstarLearningINSTAR_LEARNING_ANSWERED flowInstarLearning = 2
 )
 
 type flowInstarPeer struct {

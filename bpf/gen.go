@@ -11,4 +11,5 @@ package bpf
 //go:generate go tool bpf2go -cc clang-19 -strip llvm-strip-19 -no-global-types -target bpfel wireguard wireguard.bpf.c -- -O2 -g -mcpu=v3 -Wall -Wextra -Werror -I/usr/include/x86_64-linux-gnu
 //go:generate go tool bpf2go -cc clang-19 -strip llvm-strip-19 -no-global-types -target bpfel -type instar_dissected custom custom.bpf.c -- -O2 -g -mcpu=v3 -Wall -Wextra -Werror -I/usr/include/x86_64-linux-gnu
 //go:generate go tool bpf2go -cc clang-19 -strip llvm-strip-19 -no-global-types -target bpfel tcp tcp.bpf.c -- -O2 -g -mcpu=v3 -Wall -Wextra -Werror -I/usr/include/x86_64-linux-gnu
+//go:generate go tool bpf2go -cc clang-19 -strip llvm-strip-19 -no-global-types -target bpfel answer answer.bpf.c -- -O2 -g -mcpu=v3 -Wall -Wextra -Werror -I/usr/include/x86_64-linux-gnu
 //go:generate go tool bpf2go -cc clang-19 -strip llvm-strip-19 -no-global-types -target bpfel -output-suffix _test -type instar_class -type instar_extent classify classify_test.bpf.c -- -O2 -g -mcpu=v3 -Wall -Wextra -Werror -Wno-unused-parameter -I/usr/include/x86_64-linux-gnu

@@ -305,7 +305,7 @@ func TestSpecSizes(t *testing.T) {
 		"Prefix is 7":           func(c *Config) { c.Prefix = 7 },
 		"Prefix is 15":          func(c *Config) { c.Prefix = 15 },
 		"FlowTimeout is 0":      func(c *Config) { c.Steering = SteeringFlow },
-		"FlowLearning is 2":     func(c *Config) { c.Steering, c.FlowTimeout, c.FlowLearning = SteeringFlow, 1, 2 },
+		"FlowLearning is 3":     func(c *Config) { c.Steering, c.FlowTimeout, c.FlowLearning = SteeringFlow, 1, 3 },
 	} {
 		c := good
 		spoil(&c)

@@ -170,8 +170,8 @@ func (o Options) withDefaults() (Options, key, error) {
 	if o.FlowTimeout < time.Second || o.FlowTimeout > LimitFlowTimeout {
 		return o, k, fmt.Errorf("%w: FlowTimeout is %v, want %v to %v", ErrOptions, o.FlowTimeout, time.Second, LimitFlowTimeout)
 	}
-	if o.FlowLearning > LearnAssured {
-		return o, k, fmt.Errorf("%w: FlowLearning is %d; use LearnReceived or LearnAssured", ErrOptions, o.FlowLearning)
+	if int(o.FlowLearning) >= len(learningNames) {
+		return o, k, fmt.Errorf("%w: FlowLearning is %d; use LearnReceived, LearnAnswered or LearnAssured", ErrOptions, o.FlowLearning)
 	}
 	if o.Steering == SteeringCustom && o.MaxGenerations == LimitGenerations && o.Workers == LimitWorkers {
 		return o, k, fmt.Errorf("%w: with SteeringCustom there are no cookies for %d generations of %d workers; take one less of either",

@@ -98,6 +98,13 @@ func (t Table) State(slot uint8, number uint32) State { return t.state(slot, num
 // ProgramBuild is the build of the program that this library carries.
 func ProgramBuild(s Steering) string { return bpf.Build(uint32(s), nil) }
 
+// ControlGroup finds the folder of a control group in what /proc/self/cgroup and
+// /proc/self/mountinfo say, and OwnControlGroup that of this process.
+var (
+	ControlGroup    = controlGroupOf
+	OwnControlGroup = controlGroup
+)
+
 // FolderName is the name of a group's folder.
 func FolderName(o Options) (string, error) {
 	k, err := parseKey(o.Network, o.Address, o.Device)

@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"math"
 	"net/netip"
+	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -30,17 +32,31 @@ const (
 	// as soon as the peer has shown that it receives. Packets of all others go to
 	// the active generation.
 	LearnAssured = Learning(bpf.LearningAssured)
+	// LearnAnswered remembers a flow when its server sends something to the peer on a
+	// socket of its generation; Generation.Assure works as well. Packets of all others go to the
+	// active generation. The kernel calls a program for what the process's control group (version
+	// 2, that of the time of Join) sends to a named address, so each server needs the rights to
+	// load one: CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON. A flow that a living generation has
+	// stays with that, whoever sends to its peer.
+	LearnAnswered = Learning(bpf.LearningAnswered)
 )
 
-func (l Learning) String() string {
-	switch l {
-	case LearnReceived:
-		return "received"
-	case LearnAssured:
-		return "assured"
-	default:
-		return fmt.Sprintf("learning %d", uint8(l))
+var learningNames = []string{LearnReceived: "received", LearnAssured: "assured", LearnAnswered: "answered"}
+
+// ParseLearning reads the name of a Learning.
+func ParseLearning(name string) (Learning, error) {
+	i := slices.Index(learningNames, name)
+	if i < 0 {
+		return 0, fmt.Errorf("%w: learning %q; there are %s", ErrOptions, name, strings.Join(learningNames, ", "))
 	}
+	return Learning(i), nil
+}
+
+func (l Learning) String() string {
+	if int(l) < len(learningNames) {
+		return learningNames[l]
+	}
+	return fmt.Sprintf("learning %d", uint8(l))
 }
 
 // Flow is a flow that SteeringFlow remembers.
@@ -183,7 +199,7 @@ func (g *Group) flowTimeout() uint64 { return uint64(g.table.FlowTimeout) * uint
 func (n *Generation) Assure(worker int, peer netip.AddrPort) error {
 	p, err := n.ownFlow(worker, peer)
 	if err == nil {
-		t := bpf.Tracked{Owner: uint64(n.Handle(worker))<<32 | uint64(n.number), Seen: now()}
+		t := bpf.Tracked{Owner: n.owner(worker), Seen: now()}
 		err = n.group.withPins(func() error {
 			err := n.group.pins.flows.Update(&p, &t, ebpf.UpdateNoExist)
 			if errors.Is(err, ebpf.ErrKeyExist) {
@@ -199,6 +215,11 @@ func (n *Generation) Assure(worker int, peer netip.AddrPort) error {
 		return fmt.Errorf("assure flow of %s to generation %d of %s: %w", peer, n.number, n.group.key, err)
 	}
 	return nil
+}
+
+// owner is Tracked.Owner of a worker's flows.
+func (n *Generation) owner(worker int) uint64 {
+	return uint64(n.Handle(worker))<<32 | uint64(n.number)
 }
 
 // Release forgets a peer's flow, when it has one: its next packet begins a new one.

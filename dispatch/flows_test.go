@@ -235,7 +235,7 @@ func TestFlowOptions(t *testing.T) {
 	}{
 		{dispatch.Options{FlowTimeout: 999 * time.Millisecond}, "1s"},
 		{dispatch.Options{FlowTimeout: dispatch.LimitFlowTimeout + time.Second}, fmt.Sprint(dispatch.LimitFlowTimeout)},
-		{dispatch.Options{FlowLearning: 2}, "LearnAssured"},
+		{dispatch.Options{FlowLearning: 3}, "LearnAnswered or LearnAssured"},
 	} {
 		tc.o.Address, tc.o.Steering = "127.0.0.1:4433", dispatch.SteeringFlow
 		_, err := dispatch.Open(tc.o)

@@ -28,6 +28,7 @@ type Generation struct {
 	slot    uint8
 	number  uint32
 	sockets []socket
+	answers *answers // of LearnAnswered
 
 	mu         sync.Mutex
 	closed     bool
@@ -53,7 +54,8 @@ type socket interface {
 //
 // Errors: ErrOptions when workers is not between 1 and the group's Workers, *FullError
 // when as many generations hold sockets as the group has room for (nothing was bound),
-// ErrOccupied when other sockets stand in the way, ErrPermission, ErrBusy.
+// ErrOccupied when other sockets stand in the way, ErrPermission, ErrBusy; with
+// LearnAnswered ErrNotSupported where there is no control group of version 2.
 func (g *Group) Join(workers int) (*Generation, error) {
 	if workers < 1 || workers > int(g.table.workers) {
 		return nil, fmt.Errorf("join %s: %w: %d workers, want 1 to %d; the group's limit is set when it is made",
@@ -123,7 +125,7 @@ func (g *Group) join(workers int) (n *Generation, err error) {
 	step("announce")
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, n.closeSockets())
+			err = errors.Join(err, n.answers.close(), n.closeSockets())
 			g.vacate(slot)
 			n = nil
 		}
@@ -155,6 +157,12 @@ func (g *Group) join(workers int) (n *Generation, err error) {
 			return n, err
 		}
 		step("register")
+	}
+	if Steering(g.table.Steering) == SteeringFlow && Learning(g.table.FlowLearning) == LearnAnswered {
+		if n.answers, err = g.watchAnswers(n); err != nil {
+			return n, err
+		}
+		step("watch answers")
 	}
 	slots, activated := g.table.order()
 	g.table.publish(staged(slots, activated, slot))
@@ -388,7 +396,7 @@ func (n *Generation) Close() error {
 		return hide(n.sockets...)
 	})
 	n.observe()
-	if err = errors.Join(err, n.closeSockets()); err != nil {
+	if err = errors.Join(err, n.answers.close(), n.closeSockets()); err != nil {
 		return fmt.Errorf("close generation %d of %s: %w", n.number, n.group.key, err)
 	}
 	return nil

@@ -120,13 +120,18 @@ func lacksMemory(cause error) error {
 		"raise RLIMIT_MEMLOCK (a unit's LimitMEMLOCK=infinity), or add CAP_SYS_RESOURCE", ErrPermission, v, limit.Cur, cause)
 }
 
-// lacksCapabilities names what this process lacks for making a group.
-func lacksCapabilities() error {
+// missingCapabilities are those that this process lacks for loading programs.
+func missingCapabilities() []capset.Cap {
 	set, err := capset.Effective()
 	if err != nil {
 		set = ^capset.Set(0) // the kernel will say
 	}
-	missing := set.Missing(capset.BPF, capset.NetAdmin, capset.Perfmon)
+	return set.Missing(capset.BPF, capset.NetAdmin, capset.Perfmon)
+}
+
+// lacksCapabilities names what this process lacks for making a group.
+func lacksCapabilities() error {
+	missing := missingCapabilities()
 	if len(missing) == 0 {
 		return nil
 	}

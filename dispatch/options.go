@@ -75,7 +75,8 @@ type Options struct {
 	// 5 min. It counts when the group is created, as FlowLearning does.
 	FlowTimeout time.Duration
 
-	// FlowLearning is when SteeringFlow remembers a flow. Default LearnReceived.
+	// FlowLearning is when SteeringFlow remembers a flow. It counts when the group is created.
+	// Default LearnReceived.
 	FlowLearning Learning
 
 	// Dissector is the function of SteeringCustom. It counts when the group is created,

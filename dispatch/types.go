@@ -86,8 +86,8 @@ type Snapshot struct {
 	MaxWorkers     int    `json:"max_workers"`
 	// FlowEntries is 0 where the steering has no table of flows.
 	FlowEntries int `json:"flow_entries"`
-	// FlowTimeout, in seconds, is of "flow" and "wireguard", FlowLearning, "received" or
-	// "assured", of "flow".
+	// FlowTimeout, in seconds, is of "flow" and "wireguard", FlowLearning, "received",
+	// "answered" or "assured", of "flow".
 	FlowTimeout  int    `json:"flow_timeout_s,omitempty"`
 	FlowLearning string `json:"flow_learning,omitempty"`
 	// Generations holds all that are not gone, in the order of last resort:

@@ -48,7 +48,12 @@ func run(ctx context.Context, addr, control, root string, workers int) (err erro
 	if err != nil {
 		return err
 	}
-	group, err := dispatch.Open(dispatch.Options{Address: addr, Root: root, Service: "dns", Steering: dispatch.SteeringStateless})
+	group, err := dispatch.Open(dispatch.Options{
+		Address: addr, Root: root, Service: "dns", Steering: dispatch.SteeringStateless,
+		// A socket of the kernel's default size holds 256 small packets: with few workers a burst is too
+		// much for it.
+		ReceiveBuffer: 4 << 20,
+	})
 	if err != nil {
 		return err
 	}

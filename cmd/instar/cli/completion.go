@@ -9,6 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"instar/bpf"
 	"instar/dispatch"
 )
 
@@ -24,10 +25,15 @@ func (a *app) complete(root *cobra.Command) {
 		case len(words) > 1 && strings.HasPrefix(strings.TrimPrefix(words[1], "["), "GROUP"):
 			c.ValidArgsFunction = a.completeGroup
 		}
-		if c.Flags().Lookup("steering") != nil {
-			// Its only error is a flag that is not there.
-			_ = c.RegisterFlagCompletionFunc("steering", cobra.FixedCompletions(
-				[]string{"quic", "stateless", "flow", "wireguard", "custom", "tcp"}, cobra.ShellCompDirectiveNoFileComp))
+		for flag, words := range map[string][]string{
+			"steering": {"quic", "stateless", "flow", "wireguard", "custom", "tcp"},
+			"learn":    {"received", "answered", "assured"},
+			"verdict":  bpf.VerdictNames[:],
+		} {
+			if c.Flags().Lookup(flag) != nil {
+				// Its only error is a flag that is not there.
+				_ = c.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(words, cobra.ShellCompDirectiveNoFileComp))
+			}
 		}
 	}
 }

@@ -115,10 +115,11 @@ func flowsLine(s *dispatch.Snapshot, counts *dispatch.FlowCounts) string {
 	for _, n := range counts.Live {
 		live += n
 	}
-	how := "remembered with the first packet"
-	if s.FlowLearning == dispatch.LearnAssured.String() {
-		how = "remembered when the server assures them"
-	}
+	how := map[string]string{
+		dispatch.LearnReceived.String(): "remembered with the first packet",
+		dispatch.LearnAnswered.String(): "remembered when the server answers",
+		dispatch.LearnAssured.String():  "remembered when the server assures them",
+	}[s.FlowLearning]
 	return fmt.Sprintf("%d live, %d ended, %d evicted, room for %d; %s, forgotten after %v of silence",
 		live, counts.Ended, counts.Evicted, counts.Room, how, time.Duration(s.FlowTimeout)*time.Second)
 }

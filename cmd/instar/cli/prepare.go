@@ -20,7 +20,7 @@ import (
 func (a *app) prepareCommand() *cobra.Command {
 	var owner, steering string
 	var o dispatch.Options
-	var assured bool
+	var learn string
 	var classic string
 	cmd := &cobra.Command{
 		Use:   "prepare --owner USER[:GROUP] --service NAME ADDRESS",
@@ -54,8 +54,8 @@ standard error.`,
 					return err
 				}
 			}
-			if assured {
-				o.FlowLearning = dispatch.LearnAssured
+			if o.FlowLearning, err = dispatch.ParseLearning(learn); err != nil {
+				return usagef("--learn: %w", err)
 			}
 			if o.Service == "" {
 				return usagef("prepare: missing --service NAME: only the service of that name joins the group; a server's is its Options.Service, by default the name of its executable")
@@ -83,7 +83,7 @@ standard error.`,
 	f.IntVar(&o.FlowEntries, "flow-entries", dispatch.DefaultFlowEntries, "room for `n` remembered flows, 64 to 16777216")
 	f.DurationVar(&o.FlowTimeout, "flow-timeout", dispatch.DefaultFlowTimeout, "steering flow: the `time` after which a silent flow is forgotten, 1s to 18h")
 	f.StringVar(&classic, "cbpf", "", "steering custom: a `file` with a classic BPF program, as tcpdump -ddd prints it, that returns the cookie of a worker or 0")
-	f.BoolVar(&assured, "assured", false, "steering flow: remember the flows that the server assures, not each that begins")
+	f.StringVar(&learn, "learn", "received", "steering flow: `when` a flow is remembered: received (its first packet), answered, or assured (by the server)")
 	return cmd
 }
 
