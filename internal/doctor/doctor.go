@@ -70,6 +70,7 @@ var checks = []check{
 	{"capabilities", "this process may make a group", checkCapabilities},
 	{"memlock", "RLIMIT_MEMLOCK, where the kernel counts it", checkMemlock},
 	{"cgroup", "the control group has memory for maps", checkCgroup},
+	{"cgroup2", "control groups of version 2, for flows that are learned by answers", checkCgroup2},
 	{"seccomp", "a filter of system calls", checkSeccomp},
 	{"userns", "the user namespace", checkUserNamespace},
 	{"pidns", "the PID namespace and /proc", checkPIDNamespace},

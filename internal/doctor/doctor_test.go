@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -186,10 +187,11 @@ func TestSettings(t *testing.T) {
 
 func TestCgroup(t *testing.T) {
 	testutil.NeedRoot(t)
-	dir, limit, usage, err := memoryCgroup()
+	c, err := controlGroups()
 	if err != nil {
 		t.Fatal(err)
 	}
+	dir, limit, usage := c.memory()
 	if limit != "memory.limit_in_bytes" {
 		t.Skip("the memory of this process is not in a control group of version 1, whose members are threads; TestHeadroom reads the files of version 2")
 	}
@@ -211,6 +213,40 @@ func TestCgroup(t *testing.T) {
 		return os.WriteFile(filepath.Join(small, "tasks"), []byte(strconv.Itoa(unix.Gettid())), 0o600)
 	})
 	found.want(t, "cgroup", Problem, "control group "+small+" has room for ", "MemoryMax=")
+}
+
+func TestCgroup2(t *testing.T) {
+	m := newMachine(t)
+	if c, err := controlGroups(); err != nil || c.v2 == "" {
+		testutil.Skip(t, "needs control groups of version 2: mount them (%v)", err)
+	}
+	m.examine(Options{}).want(t, "cgroup2", OK, "version 2 are mounted", "")
+	without := func() error {
+		if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
+			return os.NewSyscallError("unshare", err)
+		}
+		if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+			return os.NewSyscallError("mount", err)
+		}
+		for {
+			mounts, err := os.ReadFile("/proc/thread-self/mountinfo")
+			if err != nil {
+				return err
+			}
+			at := regexp.MustCompile(`(?m)^\S+ \S+ \S+ \S+ (\S+) .* - cgroup2 `).FindSubmatch(mounts)
+			if at == nil {
+				return nil
+			}
+			if err := unix.Unmount(string(at[1]), unix.MNT_DETACH); err != nil {
+				return os.NewSyscallError("umount", err)
+			}
+		}
+	}
+	m.examine(Options{}, without).want(t, "cgroup2", Warning, "servers cannot learn flows by their answers", "mount -t cgroup2")
+	o := m.options("udp", "127.0.0.1:7007")
+	o.Steering, o.FlowLearning = dispatch.SteeringFlow, dispatch.LearnAnswered
+	m.open(o)
+	m.examine(Options{}, without).want(t, "cgroup2", Problem, "they cannot join", "mount -t cgroup2")
 }
 
 func TestHeadroom(t *testing.T) {

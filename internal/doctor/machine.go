@@ -3,6 +3,7 @@
 package doctor
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -15,6 +16,7 @@ import (
 	"github.com/cilium/ebpf/rlimit"
 	"golang.org/x/sys/unix"
 
+	"instar/dispatch"
 	"instar/internal/capset"
 	"instar/internal/kernel"
 )
@@ -185,10 +187,11 @@ func checkMemlock(x *exam) []Finding {
 const roomForMaps = 16 << 20
 
 func checkCgroup(*exam) []Finding {
-	dir, limit, usage, err := memoryCgroup()
+	c, err := controlGroups()
 	if err != nil {
 		return one(Unknown, "", "%v", err)
 	}
+	dir, limit, usage := c.memory()
 	if dir == "" {
 		return one(OK, "", "no control group limits the memory of this process")
 	}
@@ -204,16 +207,54 @@ func checkCgroup(*exam) []Finding {
 	}
 }
 
-// memoryCgroup finds the control group that the memory of this process counts in, and the
-// names of its files; no folder when there is none.
-func memoryCgroup() (dir, limit, usage string, err error) {
+func checkCgroup2(x *exam) []Finding {
+	c, err := controlGroups()
+	switch {
+	case err != nil:
+		return one(Unknown, "", "%v", err)
+	case c.v2 != "":
+		return one(OK, "", "control groups of version 2 are mounted, this process's is %s", c.v2)
+	}
+	const cure = "mount -t cgroup2 cgroup2 /sys/fs/cgroup (or below it, where version 1 is there)"
+	var found []Finding
+	for _, g := range x.groups {
+		if g.snapshot != nil && g.snapshot.FlowLearning == dispatch.LearnAnswered.String() {
+			found = append(found, g.finding(Problem, cure, "its flows are learned by the answers of its servers, which need a control group of version 2, and none is mounted here: they cannot join"))
+		}
+	}
+	if len(found) == 0 {
+		found = one(Warning, cure, "no control group of version 2 is mounted here: servers cannot learn flows by their answers")
+	}
+	return found
+}
+
+// groupsOf are the control groups of this process: folders, empty where there is none.
+type groupsOf struct {
+	// memory1 is that of version 1 that its memory counts in.
+	memory1, v2 string
+}
+
+// memory is the control group that the memory of this process counts in, and the names of
+// its files; no folder when there is none.
+func (c groupsOf) memory() (dir, limit, usage string) {
+	if c.memory1 != "" {
+		return c.memory1, "memory.limit_in_bytes", "memory.usage_in_bytes"
+	}
+	if c.v2 != "" && exists(filepath.Join(c.v2, "memory.max")) {
+		return c.v2, "memory.max", "memory.current"
+	}
+	return "", "", ""
+}
+
+// controlGroups finds those of the calling thread.
+func controlGroups() (c groupsOf, err error) {
 	of, err := os.ReadFile("/proc/thread-self/cgroup")
 	if err != nil {
-		return "", "", "", err
+		return c, err
 	}
 	mounts, err := os.ReadFile("/proc/thread-self/mountinfo")
 	if err != nil {
-		return "", "", "", err
+		return c, err
 	}
 	// hierarchy:controllers:path (cgroups(7)); version 2 has no controllers there.
 	var v1, v2 string
@@ -236,23 +277,19 @@ func memoryCgroup() (dir, limit, usage string, err error) {
 		}
 		at := func(path string) string {
 			rest, below := strings.CutPrefix(path, strings.TrimSuffix(fields[3], "/"))
-			if !below {
+			if path == "" || !below {
 				return ""
 			}
 			return filepath.Join(fields[4], rest)
 		}
 		switch {
-		case kind[0] == "cgroup" && v1 != "" && strings.Contains(","+kind[2]+",", ",memory,"):
-			if d := at(v1); d != "" {
-				return d, "memory.limit_in_bytes", "memory.usage_in_bytes", nil
-			}
-		case kind[0] == "cgroup2" && v1 == "":
-			if d := at(v2); d != "" && exists(filepath.Join(d, "memory.max")) {
-				return d, "memory.max", "memory.current", nil
-			}
+		case kind[0] == "cgroup" && strings.Contains(","+kind[2]+",", ",memory,"):
+			c.memory1 = cmp.Or(c.memory1, at(v1))
+		case kind[0] == "cgroup2":
+			c.v2 = cmp.Or(c.v2, at(v2))
 		}
 	}
-	return "", "", "", nil
+	return c, nil
 }
 
 func exists(path string) bool {
