@@ -51,7 +51,7 @@ type Options struct {
 	HandoverTimeout time.Duration
 
 	// FlowsEvery is how old the counts of the flows of steering flow may be. Counting walks
-	// through the table, which takes about half a second of one CPU for a million flows;
+	// through the table, which takes a good part of a second of one CPU for a million flows;
 	// a scrape after that time pays for it. Default 30 s; a negative value never counts.
 	FlowsEvery time.Duration
 

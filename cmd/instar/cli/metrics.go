@@ -39,7 +39,7 @@ or SIGTERM, which is exit code 0: everything is read anew at each scrape.
 
 --socket adds the state of a server with that control socket; it can be given
 several times. Flows of steering "flow" are counted at most every --flows-every, since
-that takes half a second of one CPU for a million; "0s" counts at each scrape, and a
+that takes a good part of a second for a million; "0s" counts at each scrape, and a
 negative duration never.
 
 docs/metrics.md lists all metrics; examples/grafana has a dashboard.`,
