@@ -106,7 +106,9 @@ func TestStopDuringUpgrade(t *testing.T) {
 			if code := s.end(unix.SIGTERM); code != 0 {
 				t.Errorf("exit code %d", code)
 			}
-			<-failed
+			if err := <-failed; err == nil && mode == "hang" {
+				t.Error("the upgrade to a process that hangs succeeded")
+			}
 			for _, pid := range pids {
 				if err := unix.Kill(pid, 0); err == nil {
 					t.Errorf("process %d is left", pid)
@@ -158,6 +160,61 @@ func TestPredecessorDies(t *testing.T) {
 	}
 }
 
+// A server that never says READY=1 is upgraded as well.
+func TestNoNotify(t *testing.T) {
+	ns := testutil.NetNS(t)
+	s := start(t, ns, "tcp.py", "--nonblock", "--no-notify", "--listen", "web=tcp:"+address, "--probation", "1s")
+	l := newLoad(t, ns, 4, web("tcp", address))
+	for range 3 {
+		s.mustUpgrade()
+		l.waitFor(s.mustStatus().PID)
+	}
+	l.check()
+}
+
+// A predecessor that ignores SIGTERM is killed after --drain.
+func TestStubborn(t *testing.T) {
+	ns := testutil.NetNS(t)
+	s := prepare(t, ns, "tcp.py", "--nonblock", "--listen", "web=tcp:"+address, "--probation", "0", "--drain", "2s")
+	s.behave("stubborn")
+	s.launch()
+	before := s.mustStatus().PID
+	s.behave("serve")
+	s.mustUpgrade()
+	testutil.WaitFor(t, patience, func() bool { return len(s.mustStatus().Older) == 0 }, "process %d lives", before)
+	if n := s.log.count("did not end at SIGTERM and is killed"); n != 1 {
+		t.Errorf("%d processes were killed, want one", n)
+	}
+}
+
+// No upgrade begins while too many processes live; afterwards it does.
+func TestLimit(t *testing.T) {
+	ns := testutil.NetNS(t)
+	s := prepare(t, ns, "tcp.py", "--nonblock", "--listen", "web=tcp:"+address, "--probation", "0", "--drain", "1h", "--max-processes", "2")
+	s.behave("stubborn")
+	s.launch()
+	before := s.mustStatus().PID
+	t.Cleanup(func() {
+		for _, pid := range childrenOf(t, s.cmd.Process.Pid) {
+			if pid == before {
+				_ = unix.Kill(pid, unix.SIGKILL)
+			}
+		}
+	})
+	s.behave("serve")
+	s.mustUpgrade()
+	now := s.mustStatus()
+	if err := s.upgrade(); err == nil || !strings.Contains(err.Error(), "2 live, and that is the limit") {
+		t.Errorf("third process: %v", err)
+	}
+	if got := s.mustStatus(); got.PID != now.PID || len(got.Older) != 1 {
+		t.Errorf("after a refused upgrade: %+v", got)
+	}
+	kill(t, childrenOf(t, s.cmd.Process.Pid), now.PID)
+	testutil.WaitFor(t, patience, func() bool { return len(s.mustStatus().Older) == 0 }, "process %d lives", before)
+	s.mustUpgrade()
+}
+
 // Both die in the probation: the server is started again.
 func TestBothDie(t *testing.T) {
 	ns, root := testutil.NetNS(t), testutil.BPFFS(t)
@@ -171,7 +228,7 @@ func TestBothDie(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	<-failed // or not: the one that died first may have left the other alone
+	t.Log(<-failed) // or nil: the one that died first may have left the other alone
 	ask, end := echo(t, true)()
 	defer end()
 	if pid, err := ask(); err != nil || slices.Contains(pids, pid) {

@@ -17,7 +17,9 @@ def sockets():
 
 
 def notify(text):
-    address = os.environ["NOTIFY_SOCKET"]
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
     if address[0] == "@":
         address = "\0" + address[1:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:

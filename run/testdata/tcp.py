@@ -2,7 +2,8 @@
 """An HTTP server that answers with its process number and user.
 
 The file that its argument names says how it behaves: "exit", "hang" before
-READY=1, "die" right after it, "orphans" to leave some; else it serves.
+READY=1, "die" right after it, "orphans" to leave some,
+"stubborn" to ignore SIGTERM; else it serves.
 """
 
 import http.server
@@ -57,7 +58,7 @@ if MODE == "hang":
     print("hangs", flush=True)
     signal.pause()
 stop = threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: stop.set())
+signal.signal(signal.SIGTERM, signal.SIG_IGN if MODE == "stubborn" else lambda *_: stop.set())
 signal.signal(signal.SIGUSR1, lambda *_: print("got USR1", flush=True))
 if MODE == "die":
     # It has accepted nothing: what a process accepted dies with it.

@@ -173,9 +173,9 @@ func (a *app) supervise(ctx context.Context, o run.Options) error {
 
 // runAs reads USER[:GROUP] and finds what else belongs to the user.
 func runAs(name string) (*run.User, error) {
-	who, err := lookupOwner(name)
+	who, err := lookupOwner("--user", name)
 	if err != nil {
-		return nil, fmt.Errorf("--user: %w", err)
+		return nil, err
 	}
 	u := &run.User{UID: who.UID, GID: who.GID}
 	if found, err := user.LookupId(strconv.Itoa(who.UID)); err == nil {
