@@ -47,7 +47,7 @@ func TestMissingExecutable(t *testing.T) {
 	s := prepare(t, ns, "tcp.py", "--nonblock", "--listen", "web=tcp:"+address, "--probation", "0")
 	path, text := s.wrap()
 	s.launch()
-	before := s.mustStatus().PID
+	before := s.serving()
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
 	}
@@ -127,7 +127,7 @@ func TestPredecessorDies(t *testing.T) {
 			s := prepare(t, ns, "tcp.py", "--nonblock", "--listen", "web=tcp:"+address, "--probation", "1h")
 			path, text := s.wrap()
 			s.launch()
-			before := s.mustStatus().PID
+			before := s.serving()
 			fifo := filepath.Join(s.dir, "fifo")
 			if when == "start" { // the successor waits for a word
 				if err := unix.Mkfifo(fifo, 0o600); err != nil {
@@ -140,9 +140,7 @@ func TestPredecessorDies(t *testing.T) {
 			testutil.WaitFor(t, patience, func() bool {
 				return s.log.count("waits\n") == 1 || s.mustStatus().Probation
 			}, "no successor")
-			if err := unix.Kill(before, unix.SIGKILL); err != nil {
-				t.Fatal(err)
-			}
+			signalTo(t, before, unix.SIGKILL)
 			if when == "start" {
 				testutil.WaitFor(t, patience, func() bool { return s.log.count("signal: killed") == 1 }, "the death is not noticed")
 				if err := os.WriteFile(fifo, []byte("go\n"), 0o600); err != nil {
@@ -178,7 +176,7 @@ func TestStubborn(t *testing.T) {
 	s := prepare(t, ns, "tcp.py", "--nonblock", "--listen", "web=tcp:"+address, "--probation", "0", "--drain", "2s")
 	s.behave("stubborn")
 	s.launch()
-	before := s.mustStatus().PID
+	before := s.serving()
 	s.behave("serve")
 	s.mustUpgrade()
 	testutil.WaitFor(t, patience, func() bool { return len(s.mustStatus().Older) == 0 }, "process %d lives", before)
@@ -193,7 +191,7 @@ func TestLimit(t *testing.T) {
 	s := prepare(t, ns, "tcp.py", "--nonblock", "--listen", "web=tcp:"+address, "--probation", "0", "--drain", "1h", "--max-processes", "2")
 	s.behave("stubborn")
 	s.launch()
-	before := s.mustStatus().PID
+	before := s.serving()
 	t.Cleanup(func() {
 		for _, pid := range childrenOf(t, s.cmd.Process.Pid) {
 			if pid == before {
@@ -224,9 +222,7 @@ func TestBothDie(t *testing.T) {
 	testutil.WaitFor(t, patience, func() bool { return s.mustStatus().Probation }, "there is no probation")
 	pids := childrenOf(t, s.cmd.Process.Pid)
 	for _, pid := range pids {
-		if err := unix.Kill(pid, unix.SIGKILL); err != nil {
-			t.Error(err)
-		}
+		signalTo(t, pid, unix.SIGKILL)
 	}
 	t.Log(<-failed) // or nil: the one that died first may have left the other alone
 	ask, end := echo(t, true)()

@@ -182,6 +182,24 @@ func (s *supervisor) mustStatus() handover.Status {
 	return status
 }
 
+// serving is the process that serves, once one does.
+func (s *supervisor) serving() (pid int) {
+	s.t.Helper()
+	testutil.WaitFor(s.t, patience, func() bool { pid = s.mustStatus().PID; return pid > 0 }, "no process serves")
+	return pid
+}
+
+// signalTo signals a process; 0 and negative numbers would be whole process groups.
+func signalTo(t *testing.T, pid int, sig unix.Signal) {
+	t.Helper()
+	if pid <= 1 {
+		t.Fatalf("%v to process %d", sig, pid)
+	}
+	if err := unix.Kill(pid, sig); err != nil {
+		t.Fatalf("%v to process %d: %v", sig, pid, err)
+	}
+}
+
 // upgrade asks for an upgrade, by the command.
 func (s *supervisor) upgrade() error {
 	out, err := exec.Command(filepath.Join(s.dir, "instar"), "upgrade", s.control).CombinedOutput()
@@ -424,9 +442,7 @@ func kill(t *testing.T, pids []int, but int) {
 			continue
 		}
 		killed++
-		if err := unix.Kill(pid, unix.SIGKILL); err != nil {
-			t.Error(err)
-		}
+		signalTo(t, pid, unix.SIGKILL)
 	}
 	if killed != 1 {
 		t.Errorf("killed %d processes, want one of %v", killed, pids)
@@ -462,12 +478,10 @@ func TestCrash(t *testing.T) {
 	ns := testutil.NetNS(t)
 	s := start(t, ns, "tcp.py", "--nonblock", "--listen", "web=tcp:"+address, "--probation", "0")
 	for range 3 {
-		before := s.mustStatus().PID
-		if err := unix.Kill(before, unix.SIGKILL); err != nil {
-			t.Fatal(err)
-		}
+		before := s.serving()
+		signalTo(t, before, unix.SIGKILL)
 		// Asked after the death, so that the connection was not the dead one's.
-		testutil.WaitFor(t, patience, func() bool { return s.log.count("signal: killed") > 0 && s.mustStatus().PID != before }, "the death is not noticed")
+		testutil.WaitFor(t, patience, func() bool { return s.mustStatus().PID != before }, "the death is not noticed")
 		pid, _, err := get("tcp", address)
 		if err != nil || pid == before {
 			t.Fatalf("process %d answers, %v", pid, err)
@@ -583,9 +597,7 @@ func TestFirstProcess(t *testing.T) {
 	l.check()
 	// Orphans are its children; only the server is left.
 	testutil.WaitFor(t, patience, func() bool { return len(childrenOf(t, first)) == 1 }, "process 1 does not wait for its children")
-	if err := unix.Kill(first, unix.SIGTERM); err != nil {
-		t.Fatal(err)
-	}
+	signalTo(t, first, unix.SIGTERM)
 	select {
 	case <-s.done:
 	case <-time.After(patience):

@@ -145,11 +145,9 @@ func TestUDPCrash(t *testing.T) {
 	ask, end := echo(t, true)()
 	defer end()
 	for range 3 {
-		before := s.mustStatus().PID
+		before := s.serving()
 		// Stopped, it reads nothing more; then it dies with the question unread.
-		if err := unix.Kill(before, unix.SIGSTOP); err != nil {
-			t.Fatal(err)
-		}
+		signalTo(t, before, unix.SIGSTOP)
 		testutil.WaitFor(t, patience, func() bool {
 			b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", before))
 			return err == nil && strings.Contains(string(b), ") T ")
@@ -163,9 +161,7 @@ func TestUDPCrash(t *testing.T) {
 			pid, err := ask()
 			answered <- answer{pid, err}
 		}()
-		if err := unix.Kill(before, unix.SIGKILL); err != nil {
-			t.Fatal(err)
-		}
+		signalTo(t, before, unix.SIGKILL)
 		if got := <-answered; got.err != nil || got.pid == before {
 			t.Fatalf("process %d answers: %v", got.pid, got.err)
 		}
