@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"os"
 	"slices"
@@ -18,32 +19,41 @@ import (
 // answerControl answers at the control socket while this process serves: the
 // listener is paused otherwise.
 func (h *Handover) answerControl() {
+	acceptCallers(h.ctx, h.control, h.log, h.wg.Go, h.answer)
+}
+
+// acceptCallers calls answer with each connection, in goroutines that start makes, until
+// ctx ends or the listener is closed. The context that answer gets is how long a caller is
+// listened to that has said nothing; spoke says that it has.
+func acceptCallers(ctx context.Context, l net.Listener, log *slog.Logger, start func(func()),
+	answer func(ctx context.Context, c *net.UnixConn, spoke func()),
+) {
 	slots := make(chan struct{}, 64)
 	var silent quiet
 	for {
-		c, err := h.control.Accept()
+		c, err := l.Accept()
 		if err != nil {
 			if errors.Is(err, net.ErrClosed) {
 				return
 			}
 			// Out of descriptors, most likely.
-			h.log.Warn("control socket", "error", err)
+			log.Warn("control socket", "error", err)
 			select {
 			case <-time.After(100 * time.Millisecond):
 				continue
-			case <-h.ctx.Done():
+			case <-ctx.Done():
 				return
 			}
 		}
-		who := silent.add(h.ctx)
+		who := silent.add(ctx)
 		select {
 		case slots <- struct{}{}:
-			h.wg.Go(func() {
+			start(func() {
 				defer func() { <-slots }()
 				defer silent.remove(who)
-				h.answer(who.ctx, c.(*net.UnixConn), func() { silent.remove(who) })
+				answer(who.ctx, c.(*net.UnixConn), func() { silent.remove(who) })
 			})
-		case <-h.ctx.Done():
+		case <-ctx.Done():
 			silent.remove(who)
 			_ = c.Close()
 			return

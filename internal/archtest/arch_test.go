@@ -37,7 +37,7 @@ type rule struct {
 // The arrows of ARCHITECTURE.md:
 //
 //	bpf <- dispatch <- {quicdemo, wgdemo, metrics, cmd}; handover beside dispatch;
-//	handover <- {tcpdemo, metrics, cmd}
+//	handover <- {tcpdemo, metrics, cmd}; dispatch and handover <- run <- cmd
 var rules = []rule{
 	{folder: "bpf", ours: nil, others: []string{"github.com/cilium/ebpf"}},
 	{folder: "dispatch/connid", ours: nil, others: []string{"github.com/dchest/siphash"}},
@@ -49,6 +49,7 @@ var rules = []rule{
 	{folder: "quicdemo/...", ours: []string{"quicdemo/...", "dispatch/...", "handover/...", "internal/..."}},
 	{folder: "tcpdemo/...", ours: []string{"tcpdemo/...", "handover/...", "internal/..."}},
 	{folder: "wgdemo/...", ours: []string{"wgdemo/...", "dispatch/...", "handover/...", "internal/..."}},
+	{folder: "run/...", ours: []string{"run/...", "dispatch", "handover", "internal/..."}},
 	{folder: "examples/...", ours: []string{"dispatch/...", "handover/..."}},
 	{folder: "internal/bench/...", ours: []string{"internal/...", "bpf", "dispatch/..."}},
 	{folder: "internal/doctor/...", ours: []string{"internal/...", "dispatch", "handover"}},
@@ -363,6 +364,10 @@ func TestCheck(t *testing.T) {
 		{"cmd/instar/cli", "m/metrics", ""},
 		{"cmd/instar/cli", "github.com/prometheus/client_golang/prometheus", "only these may: metrics"},
 		{"dispatch", "m/metrics", "dispatch may import"},
+		{"run", "m/dispatch", ""},
+		{"run", "m/handover", ""},
+		{"run", "m/bpf", "run/... may import"},
+		{"handover", "m/run", "handover/... may import"},
 		{"cmd/quicdemo", "m/quicdemo", ""},
 		{"cmd/quicdemo", "github.com/quic-go/quic-go", "only these may"},
 		{"internal/bpffs", "m/internal/kernel", ""},

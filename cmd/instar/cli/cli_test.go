@@ -478,7 +478,7 @@ func TestLookupOwner(t *testing.T) {
 		{"root:no-such-group", 0, 0, 2},
 		{"-1", 0, 0, 2},
 	} {
-		got, err := lookupOwner(c.in)
+		got, err := lookupOwner("--owner", c.in)
 		if exitCode(err) != c.code {
 			t.Errorf("lookupOwner(%q): %v", c.in, err)
 		}

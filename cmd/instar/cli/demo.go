@@ -16,6 +16,7 @@ import (
 
 	"instar/cmd/instar/demo"
 	"instar/internal/sandbox"
+	"instar/run"
 )
 
 // defaultPage is the file that the demo writes.
@@ -77,9 +78,10 @@ until then, there is no page, and the exit code is 130.`,
 	return cmd
 }
 
-// hiddenCommands are the processes of the demo.
+// hiddenCommands are the processes of the demo, and what becomes the server of "run".
 func (a *app) hiddenCommands() []*cobra.Command {
 	return []*cobra.Command{
+		process(launchCommand, run.Launch),
 		process(demo.SandboxCommand, func(args []string) int {
 			ctx, stop := a.env.Interruptible(a.env.Context)
 			defer stop()

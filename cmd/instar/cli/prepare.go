@@ -39,7 +39,7 @@ standard error.`,
 			if owner == "" {
 				return usagef("prepare: missing --owner USER[:GROUP], the user that the server runs as")
 			}
-			who, err := lookupOwner(owner)
+			who, err := lookupOwner("--owner", owner)
 			if err != nil {
 				return err
 			}
@@ -152,8 +152,8 @@ func (a *app) noteKept(cmd *cobra.Command, was existing, owner dispatch.Owner) {
 	}
 }
 
-// lookupOwner reads USER[:GROUP]. Without a group it is the user's own.
-func lookupOwner(s string) (dispatch.Owner, error) {
+// lookupOwner reads USER[:GROUP] of a flag. Without a group it is the user's own.
+func lookupOwner(flag, s string) (dispatch.Owner, error) {
 	name, group, hasGroup := strings.Cut(s, ":")
 	var o dispatch.Owner
 	uid, err := strconv.ParseUint(name, 10, 31)
@@ -171,9 +171,9 @@ func lookupOwner(s string) (dispatch.Owner, error) {
 			return o, fmt.Errorf("user %q: gid %q: %w", name, u.Gid, err)
 		}
 	case err != nil:
-		return o, notUser("user", name, lookupErr)
+		return o, notUser(flag, "user", name, lookupErr)
 	case !hasGroup:
-		return o, usagef("user %s has no name here, so its group is unknown: write --owner %s:GROUP", name, name)
+		return o, usagef("user %s has no name here, so its group is unknown: write %s %s:GROUP", name, flag, name)
 	}
 	if !hasGroup {
 		return o, nil
@@ -184,7 +184,7 @@ func lookupOwner(s string) (dispatch.Owner, error) {
 	}
 	g, err := user.LookupGroup(group)
 	if err != nil {
-		return o, notUser("group", group, err)
+		return o, notUser(flag, "group", group, err)
 	}
 	if o.GID, err = strconv.Atoi(g.Gid); err != nil {
 		return o, fmt.Errorf("group %q: gid %q: %w", group, g.Gid, err)
@@ -192,11 +192,11 @@ func lookupOwner(s string) (dispatch.Owner, error) {
 	return o, nil
 }
 
-func notUser(kind, name string, err error) error {
+func notUser(flag, kind, name string, err error) error {
 	var noUser user.UnknownUserError
 	var noGroup user.UnknownGroupError
 	if errors.As(err, &noUser) || errors.As(err, &noGroup) {
-		return usagef("--owner: unknown %s %q; names and numbers are known", kind, name)
+		return usagef("%s: unknown %s %q; names and numbers are known", flag, kind, name)
 	}
 	return fmt.Errorf("look up %s %q: %w", kind, name, err)
 }
