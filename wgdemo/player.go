@@ -369,6 +369,17 @@ func (p *player) start(ctx context.Context) (*process, error) {
 	return g, nil
 }
 
+// probation is that of the next gateway's successor. Whoever is killed in it is killed in time,
+// however slow the machine is.
+func (p *player) probation() time.Duration {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(p.gateways) == 0 && strings.HasPrefix(p.task.Scenario, "kill") {
+		return 10 * time.Second
+	}
+	return probation
+}
+
 // launch starts a gateway.
 func (p *player) launch(environ ...string) (*process, error) {
 	p.mu.Lock()
@@ -382,7 +393,7 @@ func (p *player) launch(environ ...string) (*process, error) {
 		g.moments[kind] = &moment{came: make(chan struct{})}
 	}
 	args := append(slices.Clone(p.task.Program.Gateway), "serve", "--json", "--pinless", "--config", p.config.Name(),
-		"--probation", probation.String())
+		"--probation", p.probation().String())
 	var err error
 	if g.Process, err = p.Starter.Start(p.task.Program.Self, args, environ, g.line); err != nil {
 		return nil, fmt.Errorf("start gateway %d: %w", number, err)
