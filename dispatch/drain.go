@@ -83,6 +83,8 @@ func (n *Generation) Drain(ctx context.Context, o DrainOptions) (DrainReport, er
 	if err != nil {
 		return fail(err)
 	}
+	// Now, and not with Close alone: the process may be killed before.
+	giveUpPreference(n.sockets...)
 	if err := sleep(ctx, o.Grace); err != nil {
 		return fail(err)
 	}

@@ -122,3 +122,22 @@ func (g *Group) Program() *ebpf.Program { return g.pins.program }
 
 // Slot is where the generation is in the table.
 func (n *Generation) Slot() uint8 { return n.slot }
+
+// Look is how a generation looked: times are seconds of the table's clock.
+type Look struct {
+	Joined, Activated, Superseded uint64
+	Dead                          bool
+}
+
+// ChangesOf is changesOf of two looks.
+func ChangesOf(before, after map[uint32]Look, alive bool) []Change {
+	convert := func(looks map[uint32]Look) map[uint32]seen {
+		all := make(map[uint32]seen)
+		for number, l := range looks {
+			s := uint64(time.Second)
+			all[number] = seen{dead: l.Dead, info: bpf.Info{Number: number, Joined: l.Joined * s, Activated: l.Activated * s, Superseded: l.Superseded * s}}
+		}
+		return all
+	}
+	return changesOf(convert(before), convert(after), func(*bpf.Info) bool { return alive })
+}

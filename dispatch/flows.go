@@ -84,7 +84,7 @@ type FlowCounts struct {
 	Evicted uint64 `json:"evicted"`
 }
 
-// lookupChunk is how many entries are read at a time.
+// lookupChunk is how many entries are read at a time, at most.
 const lookupChunk = 1 << 14
 
 // Flows calls f with each flow that lives, until f returns false. The table changes
@@ -161,7 +161,8 @@ func (g *Group) eachFlow(f func(p bpf.Peer, t bpf.Tracked, live bool) bool) erro
 	}
 	clock, timeout := now(), g.flowTimeout()
 	var cursor ebpf.MapBatchCursor
-	keys, values := make([]bpf.Peer, lookupChunk), make([]bpf.Tracked, lookupChunk)
+	chunk := min(lookupChunk, max(int(g.table.FlowEntries), 1))
+	keys, values := make([]bpf.Peer, chunk), make([]bpf.Tracked, chunk)
 	for {
 		n, err := g.pins.flows.BatchLookup(&cursor, keys, values, nil)
 		if errors.Is(err, unix.ENOSPC) && len(keys) < math.MaxInt32/2 {

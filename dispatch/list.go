@@ -8,6 +8,9 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"runtime"
+	"sync"
+	"sync/atomic"
 
 	"instar/internal/bpffs"
 )
@@ -36,7 +39,8 @@ func List(root string) ([]Entry, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list groups: %w", err)
 	}
-	var list []Entry
+	type place struct{ path, namespace string }
+	var places []place
 	for _, ns := range namespaces {
 		// A root that is a bpffs itself also has the kernel's own files.
 		if !ns.IsDir() {
@@ -50,9 +54,24 @@ func List(root string) ([]Entry, error) {
 			if !isGroup(e.Name()) || !e.IsDir() {
 				continue
 			}
-			list = append(list, entry(filepath.Join(root, ns.Name(), e.Name()), ns.Name(), here))
+			places = append(places, place{filepath.Join(root, ns.Name(), e.Name()), ns.Name()})
 		}
 	}
+	if len(places) == 0 {
+		return nil, nil
+	}
+	// A group takes a dozen system calls; there may be thousands.
+	list := make([]Entry, len(places))
+	var next atomic.Int64
+	var readers sync.WaitGroup
+	for range min(len(places), runtime.GOMAXPROCS(0)) {
+		readers.Go(func() {
+			for i := next.Add(1) - 1; int(i) < len(places); i = next.Add(1) - 1 {
+				list[i] = entry(places[i].path, places[i].namespace, here)
+			}
+		})
+	}
+	readers.Wait()
 	return list, nil
 }
 

@@ -213,11 +213,17 @@ func TestTraceTCP(t *testing.T) {
 	tr.end(w)
 }
 
-// tracer is a process that traces the group at the path in Args until it is killed.
+// tracer is a process that traces the group at the path in Args until it is killed; with
+// another argument it says how that ended.
 var tracer = testutil.NewProgram("tracer", func(c *testutil.Conversation) error {
 	g, err := dispatch.OpenPath(c.Args[0])
 	if err != nil {
 		return err
+	}
+	if len(c.Args) > 1 {
+		_, err := g.Trace(context.Background(), func(dispatch.Event) {})
+		c.Send("%s", describe(err))
+		return nil
 	}
 	var once sync.Once
 	go func() {
@@ -229,6 +235,23 @@ var tracer = testutil.NewProgram("tracer", func(c *testutil.Conversation) error 
 	_, err = g.Trace(context.Background(), func(dispatch.Event) { once.Do(func() { c.Send("event") }) })
 	return err
 })
+
+// Without rights it says which are missing, and the program stays.
+func TestTraceNeedsRights(t *testing.T) {
+	w := newWorld(t)
+	needUnprivilegedMaps(t)
+	o := w.options("127.0.0.1:4433")
+	path, err := dispatch.Prepare(o, dispatch.Owner{UID: 65534, GID: 65534})
+	w.must(err)
+	p := tracer.Start(w, testutil.Options{Args: []string{path, "once"}, NS: w.ns, As: nobody(t)})
+	wantRefusal(t, "trace", p.Recv(), "permission", "lacks CAP_BPF", "run it as root")
+	g, err := dispatch.OpenPath(path)
+	w.must(err)
+	defer g.Close()
+	if got := programOf(g); got != dispatch.ProgramBuild(dispatch.SteeringQUIC) {
+		t.Errorf("program %s", got)
+	}
+}
 
 func programOf(g *dispatch.Group) string {
 	s, err := g.Snapshot()

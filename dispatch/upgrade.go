@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"instar/bpf"
+	"instar/internal/capset"
 	"instar/internal/rawconn"
 )
 
@@ -65,6 +66,9 @@ func (g *Group) swapProgram(room uint32) (events, traced *ebpf.Map, err error) {
 		replace[bpf.MapFlows] = g.pins.flows
 	}
 	c, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: replace})
+	if missing := missingCapabilities(); err != nil && len(missing) > 0 {
+		return nil, nil, fmt.Errorf("%w: this process lacks %s, which loading a program takes; run it as root", ErrPermission, capset.Names(missing))
+	}
 	if err != nil {
 		return nil, nil, explainLoad(err, Steering(g.table.Steering))
 	}

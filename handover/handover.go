@@ -3,6 +3,7 @@
 package handover
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -14,11 +15,13 @@ import (
 	"os/signal"
 	"slices"
 	"sync"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"instar/internal/pidfile"
+	"instar/internal/rawconn"
 	"instar/internal/systemd"
 )
 
@@ -567,6 +570,18 @@ type Status struct {
 	Older []Peer `json:"older,omitempty"`
 	// Handed are the names of the sockets and files that go to a successor.
 	Handed []string `json:"handed"`
+	// Sockets are those of them, and the control socket, as the kernel names them. Builds
+	// before this field leave it out.
+	Sockets []HandedSocket `json:"sockets,omitempty"`
+}
+
+// HandedSocket is a socket that goes to a successor.
+type HandedSocket struct {
+	Name    string `json:"name"`
+	Network string `json:"network"`
+	Address string `json:"address"`
+	// Inode names it in /proc/PID/fd.
+	Inode uint64 `json:"inode"`
 }
 
 // Status is this process's.
@@ -579,11 +594,26 @@ func (h *Handover) Status() Status {
 	defer h.mu.Unlock()
 	s.Peer, s.Successor = h.self(), h.successor
 	s.Phase, s.Upgrading, s.Probation = h.phase.String(), h.upgrading, h.probation
-	for name := range h.items {
+	for name, it := range h.items {
 		s.Handed = append(s.Handed, name)
+		if it.Network != "" {
+			s.addSocket(it.entry, it.conn)
+		}
+	}
+	if h.control != nil {
+		s.addSocket(entry{Name: "control", Network: "unixpacket", Address: h.opt.Socket}, h.control)
 	}
 	slices.Sort(s.Handed)
+	slices.SortFunc(s.Sockets, func(a, b HandedSocket) int { return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.Inode, b.Inode)) })
 	return s
+}
+
+// addSocket leaves one out that is closed.
+func (s *Status) addSocket(e entry, c syscall.Conn) {
+	var st unix.Stat_t
+	if rawconn.Of(c, func(fd int) error { return unix.Fstat(fd, &st) }) == nil {
+		s.Sockets = append(s.Sockets, HandedSocket{e.Name, e.Network, e.Address, st.Ino})
+	}
 }
 
 func (h *Handover) self() Peer {

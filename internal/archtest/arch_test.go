@@ -36,8 +36,8 @@ type rule struct {
 
 // The arrows of ARCHITECTURE.md:
 //
-//	bpf <- dispatch <- {quicdemo, wgdemo, cmd}; handover beside dispatch;
-//	handover <- {tcpdemo, cmd}; dispatch and handover <- run <- cmd
+//	bpf <- dispatch <- {quicdemo, wgdemo, metrics, cmd}; handover beside dispatch;
+//	handover <- {tcpdemo, metrics, cmd}; dispatch and handover <- run <- cmd
 var rules = []rule{
 	{folder: "bpf", ours: nil, others: []string{"github.com/cilium/ebpf"}},
 	{folder: "dispatch/connid", ours: nil, others: []string{"github.com/dchest/siphash"}},
@@ -52,7 +52,9 @@ var rules = []rule{
 	{folder: "run/...", ours: []string{"run/...", "dispatch", "handover", "internal/..."}},
 	{folder: "examples/...", ours: []string{"dispatch/...", "handover/..."}},
 	{folder: "internal/bench/...", ours: []string{"internal/...", "bpf", "dispatch/..."}},
+	{folder: "internal/doctor/...", ours: []string{"internal/...", "dispatch", "handover"}},
 	{folder: "internal/...", ours: []string{"internal/..."}},
+	{folder: "metrics", ours: []string{"dispatch", "handover", "internal/..."}},
 	{folder: "cmd/...", ours: []string{"..."}},
 }
 
@@ -61,11 +63,12 @@ var rules = []rule{
 var exclusive = map[string][]string{
 	"github.com/quic-go/quic-go":          {"dispatch/quicgo/...", "quicdemo/..."},
 	"golang.zx2c4.com/wireguard":          {"dispatch/wgbind/...", "wgdemo/..."},
-	"github.com/prometheus/client_golang": {"cmd/instar/..."},
+	"github.com/prometheus/client_golang": {"metrics"},
+	"github.com/prometheus/common":        {"metrics"},
 }
 
-// testOnly is for tests alone, wherever they are.
-const testOnly = "internal/testutil"
+// testOnly are for tests alone, wherever they are.
+var testOnly = []string{"internal/testutil/...", "internal/kerneltest/..."}
 
 // mains are commands whose main file is no more than a call of a package, and
 // how many lines of code that may take.
@@ -108,8 +111,8 @@ func ruleOf(folder string) (rule, bool) {
 // refuse says why the import is not allowed; it is empty where it is.
 func refuse(module string, r rule, folder, imported string) string {
 	if ours, ok := within(module, imported); ok {
-		if matches(testOnly+"/...", ours) && !matches(testOnly+"/...", folder) {
-			return testOnly + " is for tests"
+		if anyMatches(testOnly, ours) && !anyMatches(testOnly, folder) && !matches("internal/vmtest/...", folder) {
+			return ours + " is for tests"
 		}
 		if ours != folder && !anyMatches(r.ours, ours) {
 			return fmt.Sprintf("%s may import of this module: %s", r.folder, list(r.ours))
@@ -353,11 +356,18 @@ func TestCheck(t *testing.T) {
 		{"dispatch/wgbind", "m/handover", "dispatch/wgbind/... may import"},
 		{"cmd/instar/cli", "m/dispatch", ""},
 		{"cmd/instar/cli", "m/internal/testutil", "is for tests"},
-		{"cmd/instar/cli", "github.com/prometheus/client_golang/prometheus", ""},
 		{"run", "m/dispatch", ""},
 		{"run", "m/handover", ""},
 		{"run", "m/bpf", "run/... may import"},
 		{"handover", "m/run", "handover/... may import"},
+		{"metrics", "github.com/prometheus/client_golang/prometheus", ""},
+		{"metrics", "m/dispatch", ""},
+		{"metrics", "m/handover", ""},
+		{"metrics", "m/cmd/instar/cli", "metrics may import"},
+		{"metrics", "github.com/quic-go/quic-go", "only these may"},
+		{"cmd/instar/cli", "m/metrics", ""},
+		{"cmd/instar/cli", "github.com/prometheus/client_golang/prometheus", "only these may: metrics"},
+		{"dispatch", "m/metrics", "dispatch may import"},
 		{"cmd/quicdemo", "m/quicdemo", ""},
 		{"cmd/quicdemo", "github.com/quic-go/quic-go", "only these may"},
 		{"internal/bpffs", "m/internal/kernel", ""},
@@ -369,6 +379,10 @@ func TestCheck(t *testing.T) {
 		{"internal/bench", "m/dispatch", ""},
 		{"internal/bench", "m/internal/kernel", ""},
 		{"internal/bench", "m/handover", "internal/bench/... may import"},
+		{"internal/doctor", "m/dispatch", ""},
+		{"internal/doctor", "m/handover", ""},
+		{"internal/doctor", "m/bpf", "internal/doctor/... may import"},
+		{"internal/doctor", "m/internal/kerneltest", "is for tests"},
 		{"newfolder", "os", "the folder has no rule"},
 		{".", "os", "the folder has no rule"},
 		{"dispatch", "mother/thing", ""}, // another module of the standard library's form

@@ -7,11 +7,16 @@ import (
 	"fmt"
 	"os"
 	"runtime/debug"
+	"sync"
 )
 
 // ID is the first twelve digits of the VCS revision, or, when none was stamped,
 // size and modification time of the executable.
-func ID() string {
+func ID() string { return once() }
+
+var once = sync.OnceValue(read)
+
+func read() string {
 	if info, ok := debug.ReadBuildInfo(); ok {
 		for _, s := range info.Settings {
 			if s.Key == "vcs.revision" {

@@ -11,6 +11,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -77,7 +78,7 @@ func (r request) Serialize() []byte {
 }
 
 // UDP lists the sockets of the network namespace of the calling thread, IPv4
-// and IPv6, that are bound to the port.
+// and IPv6, that are bound to the port; port 0 stands for all.
 //
 // The kernel does not give a snapshot: what is bound or closed during the call
 // may or may not be listed.
@@ -93,6 +94,7 @@ func TCPListeners(port uint16) ([]Socket, error) {
 
 func dump(what, module string, r request) ([]Socket, error) {
 	var sockets []Socket
+	seen := make(map[uint64]bool)
 	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
 		req := nl.NewNetlinkRequest(nl.SOCK_DIAG_BY_FAMILY, unix.NLM_F_DUMP)
 		r.family = family
@@ -111,7 +113,8 @@ func dump(what, module string, r request) ([]Socket, error) {
 			}
 			// The kernel goes through its table in steps. What moves there
 			// meanwhile can come twice.
-			if s.Local.Port() == r.port && !slices.ContainsFunc(sockets, func(o Socket) bool { return o.Cookie == s.Cookie }) {
+			if (r.port == 0 || s.Local.Port() == r.port) && s.Local.Port() != 0 && !seen[s.Cookie] {
+				seen[s.Cookie] = true
 				sockets = append(sockets, s)
 			}
 		}
@@ -184,18 +187,11 @@ func Owners(inodes ...uint32) map[uint32][]Process {
 	if len(wanted) == 0 {
 		return owners
 	}
-	processes, err := os.ReadDir("/proc")
+	processes, err := pids()
 	if err != nil {
 		return owners
 	}
-	var pids []int
-	for _, p := range processes {
-		if pid, err := strconv.Atoi(p.Name()); err == nil {
-			pids = append(pids, pid)
-		}
-	}
-	slices.Sort(pids)
-	for _, pid := range pids {
+	for _, pid := range processes {
 		dir := filepath.Join("/proc", strconv.Itoa(pid))
 		descriptors, err := os.ReadDir(filepath.Join(dir, "fd"))
 		if err != nil {
@@ -222,4 +218,100 @@ func command(dir string) string {
 		return "?"
 	}
 	return strings.TrimSuffix(string(comm), "\n")
+}
+
+// Descriptor is a descriptor that a process has of a socket.
+type Descriptor struct {
+	Process
+	FD int
+}
+
+// Descriptors finds who holds which socket: one descriptor of each process that has the
+// socket with that inode, in the order of the PIDs. What it leaves out is as in Owners.
+// unseen counts the processes that the caller may not look into.
+func Descriptors() (holders map[uint32][]Descriptor, unseen int, err error) {
+	processes, err := pids()
+	if err != nil {
+		return nil, 0, err
+	}
+	holders = make(map[uint32][]Descriptor)
+	for _, pid := range processes {
+		dir := filepath.Join("/proc", strconv.Itoa(pid))
+		descriptors, err := os.ReadDir(filepath.Join(dir, "fd"))
+		if errors.Is(err, fs.ErrPermission) {
+			unseen++
+		}
+		if err != nil {
+			continue // it is gone
+		}
+		found := make(map[uint32]bool)
+		for _, d := range descriptors {
+			target, err := os.Readlink(filepath.Join(dir, "fd", d.Name()))
+			if err != nil {
+				continue
+			}
+			var inode uint32
+			if n, _ := fmt.Sscanf(target, "socket:[%d]", &inode); n != 1 || found[inode] {
+				continue
+			}
+			found[inode] = true
+			fd, err := strconv.Atoi(d.Name())
+			if err == nil {
+				holders[inode] = append(holders[inode], Descriptor{Process{pid, command(dir)}, fd})
+			}
+		}
+	}
+	return holders, unseen, nil
+}
+
+// pids lists the processes of /proc.
+func pids() ([]int, error) {
+	processes, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil, fmt.Errorf("list processes: %w", err)
+	}
+	var list []int
+	for _, p := range processes {
+		if pid, err := strconv.Atoi(p.Name()); err == nil {
+			list = append(list, pid)
+		}
+	}
+	slices.Sort(list)
+	return list, nil
+}
+
+// UnixListener is a Unix socket that listens.
+type UnixListener struct {
+	Inode uint32
+	// Path is empty when the socket has no name, and begins with "@" when its name is
+	// abstract.
+	Path string
+}
+
+// UnixListeners lists those of the network namespace of the calling thread.
+func UnixListeners() ([]UnixListener, error) {
+	// Num RefCount Protocol Flags Type St Inode Path
+	table, err := os.ReadFile("/proc/thread-self/net/unix")
+	if err != nil {
+		return nil, fmt.Errorf("list Unix sockets: %w", err)
+	}
+	const listens = 1 << 16 // __SO_ACCEPTCON of linux/net.h
+	var list []UnixListener
+	for line := range strings.Lines(string(table)) {
+		fields := strings.Fields(line)
+		if len(fields) < 7 {
+			continue
+		}
+		flags, err := strconv.ParseUint(fields[3], 16, 32)
+		inode, ierr := strconv.ParseUint(fields[6], 10, 32)
+		if err != nil || ierr != nil || flags&listens == 0 {
+			continue // the heading
+		}
+		l := UnixListener{Inode: uint32(inode)}
+		if len(fields) > 7 {
+			l.Path = fields[7]
+		}
+		list = append(list, l)
+	}
+	return list, nil
 }

@@ -90,7 +90,8 @@ while flows of the others stay where they are until they end.
 		}
 	}
 	add("try", a.demoCommand())
-	add("read", a.groupsCommand(), a.showCommand(), a.flowsCommand(), a.traceCommand(), a.statusCommand(), a.versionCommand())
+	add("read", a.groupsCommand(), a.showCommand(), a.flowsCommand(), a.watchCommand(), a.traceCommand(), a.statusCommand(),
+		a.doctorCommand(), a.metricsCommand(), a.versionCommand())
 	add("change", a.runCommand(), a.upgradeCommand(), a.prepareCommand(), a.activateCommand(), a.rollbackCommand(), a.drainCommand(),
 		a.forgetCommand(), a.programCommand())
 	root.AddCommand(a.hiddenCommands()...)

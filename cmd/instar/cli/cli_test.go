@@ -126,6 +126,9 @@ func TestScripts(t *testing.T) {
 			"json":       checkJSON,
 			"retry":      retry,
 			"stopserver": stopServer,
+			"get":        get,
+			"listen":     listen,
+			"sigterm":    sigterm,
 			"schema":     validate,
 		},
 	})

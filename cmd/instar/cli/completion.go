@@ -22,7 +22,7 @@ func (a *app) complete(root *cobra.Command) {
 		switch {
 		case len(words) > 2 && words[1] == "GROUP":
 			c.ValidArgsFunction = a.completeGeneration
-		case len(words) > 1 && words[1] == "GROUP":
+		case len(words) > 1 && strings.HasPrefix(strings.TrimPrefix(words[1], "["), "GROUP"):
 			c.ValidArgsFunction = a.completeGroup
 		}
 		for flag, words := range map[string][]string{

@@ -22,6 +22,7 @@ const (
 	exitEnvironment = 3
 	exitNotFound    = 4
 	exitRefused     = 5
+	exitProblem     = 6
 	exitInterrupted = 130
 )
 
@@ -35,6 +36,7 @@ const exitCodesHelp = `Exit codes of every command:
     4  not found: no such group or generation, no server at the socket
     5  refused: the state of the group or server does not allow it; the message
        says what to do
+    6  "instar doctor" found a problem
   130  interrupted (SIGINT or SIGTERM) before it was done
 
 An error is one line on the standard error that starts with "instar: ".
@@ -116,8 +118,10 @@ func exitCode(err error) int {
 }
 
 // oneLine folds an error's text, which errors.Join writes on several lines.
-func oneLine(err error) string {
-	lines := strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' })
+func oneLine(err error) string { return oneLineText(err.Error()) }
+
+func oneLineText(text string) string {
+	lines := strings.FieldsFunc(text, func(r rune) bool { return r == '\n' || r == '\r' })
 	for i := range lines {
 		lines[i] = strings.TrimSpace(lines[i])
 	}

@@ -36,6 +36,8 @@ var documents = map[string]any{
 	"show":           showJSON{},
 	"flows":          flowJSON{},
 	"trace":          eventJSON{},
+	"watch":          changeJSON{},
+	"doctor":         doctorJSON{},
 	"status":         serverJSON{},
 	"upgrade":        serverJSON{},
 	"version":        buildJSON{},
@@ -51,7 +53,7 @@ func schemaFile(command string) string {
 // The schemas are those of the code. A change that takes something away needs another
 // jsonVersion.
 func TestSchemas(t *testing.T) {
-	comments := commentsOf(t, "cmd/instar", "dispatch", "handover", "quicdemo", "tcpdemo", "wgdemo")
+	comments := commentsOf(t, "cmd/instar", "dispatch", "internal/doctor", "handover", "quicdemo", "tcpdemo", "wgdemo")
 	for command, document := range documents {
 		r := generator.Reflector{ExpandedStruct: true, AllowAdditionalProperties: true, Anonymous: true, Mapper: words, CommentMap: comments}
 		s := r.Reflect(document)
