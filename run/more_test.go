@@ -78,10 +78,11 @@ func TestWatch(t *testing.T) {
 		s.replace(path, text+strings.Repeat("# newer\n", generation))
 		testutil.WaitFor(t, patience, func() bool { return s.mustStatus().Generation == generation }, "no upgrade to the new executable")
 	}
+	generation := s.mustStatus().Generation
 	s.replace(path, "#!/bin/sh\necho broken; exit 1\n")
 	testutil.WaitFor(t, patience, func() bool { return s.log.count("upgrade to the new executable") == 1 }, "the broken one is not tried")
 	s.replace(path, text)
-	testutil.WaitFor(t, patience, func() bool { return s.mustStatus().Generation == 5 }, "no upgrade to the mended executable")
+	testutil.WaitFor(t, patience, func() bool { return s.mustStatus().Generation > generation }, "no upgrade to the mended executable")
 	if n := s.log.count("broken\n"); n != 1 {
 		t.Errorf("the broken executable was started %d times", n)
 	}

@@ -24,6 +24,7 @@ import (
 type process struct {
 	number  int
 	pid     int
+	file    os.FileInfo // of the executable
 	build   string
 	sockets *sockets
 	handle  *os.Process
@@ -74,6 +75,10 @@ func (s *Supervisor) start(set *sockets) (*process, error) {
 	if err != nil {
 		return nil, fmt.Errorf("start %s: %w; put it back, the next upgrade looks again", s.o.Command[0], err)
 	}
+	file, err := os.Stat(path)
+	if err != nil {
+		return nil, fmt.Errorf("start %s: %w", s.o.Command[0], err)
+	}
 	files, names, err := set.duplicate()
 	if err != nil {
 		return nil, err
@@ -98,7 +103,7 @@ func (s *Supervisor) start(set *sockets) (*process, error) {
 
 	s.mu.Lock()
 	s.number++
-	p := &process{number: s.number, build: buildOf(path), sockets: set, started: time.Now(),
+	p := &process{number: s.number, file: file, build: buildOf(file), sockets: set, started: time.Now(),
 		ready: make(chan struct{}), executed: make(chan error, 1), done: make(chan struct{})}
 	err = cmd.Start()
 	if err == nil {
@@ -159,12 +164,8 @@ func (s *Supervisor) environ(count int, names []string) []string {
 }
 
 // buildOf names the build of a file by its size and time.
-func buildOf(path string) string {
-	info, err := os.Stat(path)
-	if err != nil {
-		return "unknown"
-	}
-	return fmt.Sprintf("%d-%s", info.Size(), info.ModTime().UTC().Format("20060102T150405.000"))
+func buildOf(file os.FileInfo) string {
+	return fmt.Sprintf("%d-%s", file.Size(), file.ModTime().UTC().Format("20060102T150405.000"))
 }
 
 // childInfo is the beginning of siginfo_t as waitid(2) fills it in, on 64-bit machines.

@@ -66,6 +66,7 @@ func (o *output) count(text string) int {
 // workspace makes a folder that everybody may read, with the command and the servers.
 func workspace(t *testing.T) string {
 	t.Helper()
+	testutil.NeedRoot(t)
 	dir := t.TempDir()
 	for _, d := range []string{filepath.Dir(dir), dir} {
 		if err := os.Chmod(d, 0o755); err != nil { // #nosec: other users run what is in it

@@ -18,8 +18,7 @@ const watchEvery = time.Second
 func (s *Supervisor) watch(ctx context.Context) {
 	ticker := time.NewTicker(watchEvery)
 	defer ticker.Stop()
-	running := executable(s.o.Command[0])
-	seen := running
+	var seen, failed os.FileInfo
 	for {
 		select {
 		case <-ctx.Done():
@@ -29,22 +28,25 @@ func (s *Supervisor) watch(ctx context.Context) {
 		now := executable(s.o.Command[0])
 		stable := same(now, seen)
 		seen = now
-		if now == nil || !stable || same(now, running) {
+		// Whoever asked for an upgrade meanwhile was faster.
+		if !stable || same(now, failed) || same(now, s.serving()) {
 			continue
 		}
 		s.o.Logger.Info("the executable has changed", "file", s.o.Command[0])
 		err := s.Upgrade(ctx)
-		switch {
-		case err == nil:
-			running = now
-		case ctx.Err() != nil:
-			return
-		case handover.Retryable(err):
-		default:
-			s.o.Logger.Warn("upgrade to the new executable", "error", err)
-			running = now // not again
+		if err == nil || ctx.Err() != nil || handover.Retryable(err) {
+			continue
 		}
+		s.o.Logger.Warn("upgrade to the new executable", "error", err)
+		failed = now
 	}
+}
+
+// serving is the executable of the process that serves, as it was at its start.
+func (s *Supervisor) serving() os.FileInfo {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.active.file
 }
 
 // executable is the file that a start would execute, nil when there is none.
