@@ -280,7 +280,7 @@ func TestSpec(t *testing.T) {
 }
 
 func TestSpecErrors(t *testing.T) {
-	for _, steering := range []uint32{0, 6, 1 << 31} {
+	for _, steering := range []uint32{0, SteeringTCP + 1, 1 << 31} {
 		spec, program, err := Spec(Config{Steering: steering, MaxGenerations: 1, MaxWorkers: 1, FlowEntries: 1, Prefix: 8})
 		if !errors.Is(err, ErrSteering) || spec != nil || program != "" {
 			t.Errorf("steering %d: %v, %q, %v; want ErrSteering", steering, spec, program, err)
