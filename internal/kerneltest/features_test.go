@@ -11,9 +11,9 @@ import (
 	"runtime"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -316,48 +316,121 @@ func unprivileged(t *testing.T) (bool, error) {
 	}
 }
 
-// lastWord has two threads send to a socket that is closed meanwhile, again and again.
-func lastWord(*testing.T) (bool, error) {
-	const rounds, words = 300, 50
-	for range rounds {
-		fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
-		if err != nil {
-			return false, err
-		}
-		var others sync.WaitGroup
-		for range 2 {
-			others.Go(func() {
-				for unix.Sendto(fds[0], make([]byte, 100), unix.MSG_NOSIGNAL, nil) == nil {
-				}
-			})
-		}
-		others.Go(func() {
-			for range words {
-				_, _ = unix.Write(fds[1], make([]byte, 1000)) // what was not written is missed
-			}
-			_ = unix.Close(fds[1])
-		})
-		read := 0
-		for b := make([]byte, 2000); ; {
-			n, err := unix.Read(fds[0], b)
-			if errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EINTR) {
-				continue // it is told once, before what is queued
-			}
-			if err != nil || n == 0 {
-				break
-			}
-			read++
-		}
-		others.Wait()
-		if err := unix.Close(fds[0]); err != nil {
-			return false, err
-		}
-		if read != words {
-			return false, nil
+// lastWord lets a peer write and close its end while somebody sends to it, who has found
+// it and waits for a page of memory.
+func lastWord(t *testing.T) (works bool, err error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return false, err
+	}
+	defer func() { err = errors.Join(err, unix.Close(fds[0])) }()
+	page := newSlowPage(t)
+	sent := make(chan error, 1)
+	go func() { sent <- unix.Sendto(fds[0], page.memory, unix.MSG_NOSIGNAL, nil) }()
+	if err := page.awaited(); err != nil {
+		return false, errors.Join(err, unix.Close(fds[1]))
+	}
+	const words = 50
+	for range words {
+		if _, err := unix.Write(fds[1], make([]byte, 1000)); err != nil {
+			return false, errors.Join(err, unix.Close(fds[1]))
 		}
 	}
-	return true, nil
+	if err := errors.Join(unix.Close(fds[1]), page.come()); err != nil {
+		return false, err
+	}
+	if err := <-sent; err == nil {
+		return false, errors.New("something was sent to a closed socket")
+	}
+	read := 0
+	for b := make([]byte, 2000); ; {
+		n, err := unix.Read(fds[0], b)
+		if errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EINTR) {
+			continue // it is told once, before what is queued
+		}
+		if err != nil || n == 0 {
+			break
+		}
+		read++
+	}
+	if read != 0 && read != words {
+		return false, fmt.Errorf("%d of %d words are there", read, words)
+	}
+	return read == words, nil
 }
+
+// slowPage is a page of memory that comes when the test lets it (ioctl_userfaultfd(2)).
+type slowPage struct {
+	memory []byte
+	fd     int
+}
+
+// uffdRange begins the arguments of the ioctls that follow, from
+// include/uapi/linux/userfaultfd.h.
+type uffdRange struct {
+	start, length, mode, answer uint64
+}
+
+type uffdAPI struct{ api, features, ioctls uint64 }
+
+const (
+	uffdioAPI      = 0xc018aa3f
+	uffdioRegister = 0xc020aa00
+	uffdioZeropage = 0xc020aa04
+	uffdVersion    = 0xaa
+	uffdMissing    = 1 // UFFDIO_REGISTER_MODE_MISSING
+)
+
+func newSlowPage(t *testing.T) *slowPage {
+	t.Helper()
+	testutil.NeedRoot(t)
+	memory, err := unix.Mmap(-1, 0, os.Getpagesize(), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Munmap(memory) })
+	fd, _, errno := unix.Syscall(unix.SYS_USERFAULTFD, unix.O_CLOEXEC|unix.O_NONBLOCK, 0, 0)
+	if errno != 0 {
+		t.Fatalf("userfaultfd: %v", errno)
+	}
+	// Closing it lets whoever waits for the page have it.
+	t.Cleanup(func() { _ = unix.Close(int(fd)) })
+	p := &slowPage{memory, int(fd)}
+	api := uffdAPI{api: uffdVersion}
+	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, fd, uffdioAPI, uintptr(unsafe.Pointer(&api))); errno != 0 {
+		t.Fatalf("ioctl UFFDIO_API: %v", errno)
+	}
+	if err := p.ioctl(uffdioRegister, uffdMissing); err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func (p *slowPage) ioctl(request uintptr, mode uint64) error {
+	r := uffdRange{start: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(p.memory)))), length: uint64(len(p.memory)), mode: mode}
+	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(p.fd), request, uintptr(unsafe.Pointer(&r))); errno != 0 {
+		return fmt.Errorf("ioctl %#x of userfaultfd: %w", request, errno)
+	}
+	return nil
+}
+
+// awaited waits until somebody needs the page.
+func (p *slowPage) awaited() error {
+	poll := []unix.PollFd{{Fd: int32(p.fd), Events: unix.POLLIN}}
+	for end := time.Now().Add(patience); time.Now().Before(end); {
+		n, err := unix.Poll(poll, 100)
+		if n == 1 {
+			return nil
+		}
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+	return errors.New("nobody needs the page")
+}
+
+// come makes it there, filled with zeros.
+func (p *slowPage) come() error { return p.ioctl(uffdioZeropage, 0) }
 
 // incomingCPU sends many flows to a group of two sockets, one of which prefers the CPU
 // that packets come on.

@@ -45,12 +45,24 @@ var allowances = []allowance{
 	{pkg: "handover", test: "TestExecutableReplaced", reason: tooSlow},
 	{pkg: "dispatch", test: "TestAddressThatCannotBeBound/privileged_port", reason: "kernel 5.10 is older than 5.19", series: []string{"5.10"}},
 	{pkg: "dispatch", test: "TestUnprivilegedServer", reason: "kernel 5.10 is older than 5.19", series: []string{"5.10"}},
+	{pkg: "dispatch", test: "TestHalfOpenConnectionsMove", reason: noMigration, series: []string{"5.10"}},
+	{pkg: "dispatch", test: "TestKilledWithWaitingConnections", reason: noMigration, series: []string{"5.10"}},
+	{pkg: "dispatch", test: "TestLastTCPGenerationDrains", reason: noMigration, series: []string{"5.10"}},
+	{pkg: "dispatch", test: "TestShutdownLeaves", reason: noMigration, series: []string{"5.10"}},
+	{pkg: "dispatch", test: "TestTCPGenerations", reason: noMigration, series: []string{"5.10"}},
+	{pkg: "dispatch", test: "TestTCPProgramAndFiles", reason: noMigration, series: []string{"5.10"}},
+	{pkg: "dispatch", test: "TestTCPStrangers", reason: noMigration, series: []string{"5.10"}},
+	{pkg: "dispatch", test: "TestTCPUpgradesUnderLoad", reason: noMigration, series: []string{"5.10"}},
+	{pkg: "dispatch", test: "TestWaitingConnectionsMove", reason: noMigration, series: []string{"5.10"}},
 	{pkg: "dispatch/quicgo", test: "TestOffloads/as_it_is", reason: "kernel 5.10 is older than 6.1", series: []string{"5.10"}},
 	{pkg: "handover", test: "TestSendWhileReceiving", reason: "kernel 5.10 is older than 6.1", series: []string{"5.10"}},
 }
 
-// tooSlow is what testutil.Slow says.
-const tooSlow = "too slow for -short"
+// Beginnings of reasons that many tests give.
+const (
+	tooSlow     = "too slow for -short" // testutil.UnlessShort
+	noMigration = "kernel 5.10 is older than 5.14"
+)
 
 func (a allowance) applies(pkg, series string) bool {
 	if a.pkg != pkg {
