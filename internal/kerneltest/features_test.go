@@ -319,12 +319,12 @@ func unprivileged(t *testing.T) (bool, error) {
 // lastWord lets a peer write and close its end while somebody sends to it, who has found
 // it and waits for a page of memory.
 func lastWord(t *testing.T) (works bool, err error) {
+	page := newSlowPage(t) // may skip the test
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return false, err
 	}
 	defer func() { err = errors.Join(err, unix.Close(fds[0])) }()
-	page := newSlowPage(t)
 	sent := make(chan error, 1)
 	go func() { sent <- unix.Sendto(fds[0], page.memory, unix.MSG_NOSIGNAL, nil) }()
 	if err := page.awaited(); err != nil {
