@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net"
 	"os"
 	"slices"
@@ -19,13 +18,16 @@ import (
 // answerControl answers at the control socket while this process serves: the
 // listener is paused otherwise.
 func (h *Handover) answerControl() {
-	acceptCallers(h.ctx, h.control, h.log, h.wg.Go, h.answer)
+	// The logger gets its last attribute while this waits for the first caller.
+	warn := func(err error) { h.log.Warn("control socket", "error", err) }
+	acceptCallers(h.ctx, h.control, warn, h.wg.Go, h.answer)
 }
 
 // acceptCallers calls answer with each connection, in goroutines that start makes, until
 // ctx ends or the listener is closed. The context that answer gets is how long a caller is
-// listened to that has said nothing; spoke says that it has.
-func acceptCallers(ctx context.Context, l net.Listener, log *slog.Logger, start func(func()),
+// listened to that has said nothing; spoke says that it has. warn gets what keeps it from
+// accepting for a while.
+func acceptCallers(ctx context.Context, l net.Listener, warn func(error), start func(func()),
 	answer func(ctx context.Context, c *net.UnixConn, spoke func()),
 ) {
 	slots := make(chan struct{}, 64)
@@ -37,7 +39,7 @@ func acceptCallers(ctx context.Context, l net.Listener, log *slog.Logger, start 
 				return
 			}
 			// Out of descriptors, most likely.
-			log.Warn("control socket", "error", err)
+			warn(err)
 			select {
 			case <-time.After(100 * time.Millisecond):
 				continue

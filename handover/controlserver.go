@@ -62,7 +62,8 @@ func (c *ControlServer) Serve(ctx context.Context) {
 	defer stop()
 	var wg sync.WaitGroup
 	defer wg.Wait()
-	acceptCallers(ctx, c.l, log, wg.Go, func(quiet context.Context, conn *net.UnixConn, spoke func()) {
+	warn := func(err error) { log.Warn("control socket", "error", err) }
+	acceptCallers(ctx, c.l, warn, wg.Go, func(quiet context.Context, conn *net.UnixConn, spoke func()) {
 		c.answer(ctx, quiet, log, conn, spoke)
 	})
 }

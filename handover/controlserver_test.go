@@ -18,9 +18,16 @@ func TestControlServer(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "control")
 	now := Status{Peer: Peer{Name: "x", Generation: 1, PID: 11}, Phase: "active", Handed: []string{"web"}}
 	var fails error
+	var mu sync.Mutex
 	c := &ControlServer{
-		Status: func() Status { return now },
+		Status: func() Status {
+			mu.Lock()
+			defer mu.Unlock()
+			return now
+		},
 		Upgrade: func(context.Context) error {
+			mu.Lock()
+			defer mu.Unlock()
 			if fails == nil {
 				now.Generation++
 			}
@@ -48,13 +55,18 @@ func TestControlServer(t *testing.T) {
 	if err != nil || got.Generation != 1 || got.Phase != "draining" || got.Successor == nil || got.Successor.Generation != 2 {
 		t.Errorf("upgrade: %+v, %v", got, err)
 	}
-	fails = ErrUpgrading
+	set := func(err error) {
+		mu.Lock()
+		defer mu.Unlock()
+		fails = err
+	}
+	set(ErrUpgrading)
 	if got, err = RequestUpgrade(t.Context(), path); !errors.Is(err, ErrUpgrading) || got.Generation != 2 || got.Successor != nil {
 		t.Errorf("refused upgrade: %+v, %v", got, err)
 	}
-	fails = errors.New("the successor ended")
+	set(errors.New("the successor ended"))
 	var refused *RefusedError
-	if _, err = RequestUpgrade(t.Context(), path); !errors.As(err, &refused) || refused.Code != "failed" || refused.Reason != fails.Error() {
+	if _, err = RequestUpgrade(t.Context(), path); !errors.As(err, &refused) || refused.Code != "failed" || refused.Reason != "the successor ended" {
 		t.Errorf("failed upgrade: %v", err)
 	}
 	// A process that wants to take over learns that it cannot.
