@@ -236,12 +236,9 @@ func (s *Supervisor) begin(ctx context.Context, set *sockets) (*process, error) 
 			executed = nil
 			continue
 		case <-p.done:
-			select {
-			case reason := <-executed:
-				if reason != nil {
-					return nil, fmt.Errorf("start %s: %w", s.o.Command[0], reason)
-				}
-			default:
+			// Whatever the launcher had to say, it has said: the pipe ended with it.
+			if reason := <-p.executed; reason != nil {
+				return nil, fmt.Errorf("start %s: %w", s.o.Command[0], reason)
 			}
 			return nil, fmt.Errorf("process %d ended before it was ready: %s; see its output", p.pid, p.how())
 		case <-timer.C:
